@@ -1,0 +1,37 @@
+# Every target sets itself up: a virtual environment in .venv, with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+# uv ignores pip's settings, so a local wheel folder named for pip is passed on.
+UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+
+.PHONY: demo test test-gpu bench lint fmt clean
+
+demo: .venv/.installed
+	$(BIN)/affine-attn demo
+
+test: .venv/.installed lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-gpu: .venv/.installed
+	$(BIN)/python -m pytest -m gpu
+
+bench: .venv/.installed
+	$(BIN)/affine-attn bench
+
+lint: .venv/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+fmt: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	if command -v uv >/dev/null; then uv pip install --python $(BIN)/python $(UV_FLAGS) -c constraints.txt -e '.[dev]'; \
+	else $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'; fi
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,141 @@
+"""Affine scaling's alpha: the gate, its moving average, and the one commit per optimizer step.
+
+A training forward only adds to a local (sum, count). ``track_alpha(model, optimizer)`` turns the sums of all layers into
+one all-reduce and one update after each optimizer step: use, then update. So micro-batches, activation recomputation
+(sum and count grow together) and data-parallel ranks cannot skew the average.
+"""
+
+import warnings
+from collections.abc import Callable
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from affine_attn.core.masks import Mask
+from affine_attn.core.spec import Affine
+
+
+def linear_clipping(x: Tensor) -> Tensor:
+    """clamp(0.1 x + 0.5, 0, 1)."""
+    return (0.1 * x + 0.5).clamp(0, 1)
+
+
+_PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
+
+
+class AlphaGate(nn.Module):
+    """alpha = alpha_range * phi(W_a x), one fp32 scalar per token and head, and beta = (alpha_ma - alpha) / N."""
+
+    def __init__(self, dim: int, heads: int, affine: Affine = Affine(), init_std: float = 0.02):
+        super().__init__()
+        self.affine = affine
+        self.init_std = init_std
+        self.w_a = nn.Parameter(torch.empty(heads, dim))
+        self.alpha_ma: Tensor
+        self.register_buffer("alpha_ma", torch.full((heads,), float(affine.start), dtype=torch.float32))
+        # Plain tensors, not buffers: DDP broadcasts buffers from rank 0 and would overwrite the other ranks' sums.
+        self._sum = torch.zeros(heads, dtype=torch.float32)
+        self._count = torch.zeros((), dtype=torch.float32)
+        self._tracked = False
+        self._weight_version: int | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w_a, std=self.init_std)
+        self.alpha_ma.fill_(self.affine.start)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.w_a.float())
+        alpha = self.affine.alpha_range * _PHI[self.affine.phi](logits).transpose(1, 2)
+        if self.training and torch.is_grad_enabled():
+            self._accumulate(alpha.detach(), valid)
+        return alpha
+
+    def beta(self, alpha: Tensor, mask: Mask, keys: int) -> Tensor | None:
+        """beta_i = (alpha_ma - alpha_i) / N_i, fp32 [B, H, Tq]; None where the spec has no beta."""
+        if not self.affine.beta:
+            return None
+        if self.affine.length == "keys":
+            n = keys if mask.lengths is None else mask.lengths.clamp(min=1)[:, None, None]
+        else:
+            n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.affine.length, 1))
+        return (self.alpha_ma[:, None] - alpha) / n
+
+    def _accumulate(self, alpha: Tensor, valid: Tensor | None) -> None:
+        self._warn_if_never_committed()
+        if valid is None:
+            self._sum += alpha.sum((0, 2))
+            self._count += alpha.shape[0] * alpha.shape[2]
+        else:
+            self._sum += (alpha * valid[:, None]).sum((0, 2))
+            self._count += valid.sum()
+
+    def _warn_if_never_committed(self) -> None:
+        """An optimizer step bumps the version of W_a; sums that outlive one belong to a loop that never commits."""
+        if self._tracked or torch.compiler.is_compiling():
+            return
+        version = self.w_a._version
+        if self._weight_version is not None and version != self._weight_version:
+            warnings.warn(
+                "the optimizer stepped but alpha_ma was not updated: call track_alpha(model, optimizer) once",
+                stacklevel=4,
+            )
+            self._tracked = True  # once is enough
+        self._weight_version = version
+
+    def _apply(self, fn, recurse=True):
+        average = self.alpha_ma
+        super()._apply(fn, recurse)
+        if self.alpha_ma.dtype != torch.float32:
+            # .to(bfloat16) must neither round the average nor change its type.
+            device = self.alpha_ma.device
+            self.alpha_ma = average.to(device) if not average.is_meta else self.alpha_ma.float()
+        self._sum = torch.zeros_like(self.alpha_ma)
+        self._count = torch.zeros((), dtype=torch.float32, device=self.alpha_ma.device)
+        return self
+
+
+def alpha_gates(model: nn.Module) -> list[AlphaGate]:
+    return [module for module in model.modules() if isinstance(module, AlphaGate)]
+
+
+@torch.no_grad()
+def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """alpha_ma <- momentum * alpha_ma + (1 - momentum) * mean of alpha since the last commit, in every layer.
+
+    Under torch.distributed the means are taken over all ranks of ``group``, in one all-reduce for all layers.
+    """
+    gates = alpha_gates(model)
+    if not gates:
+        return
+    totals = torch.cat([torch.cat((gate._sum, gate._count[None])) for gate in gates])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(totals, group=group)
+    for gate, total in zip(gates, totals.split([gate._sum.numel() + 1 for gate in gates]), strict=True):
+        count = total[-1]
+        mean = total[:-1] / count.clamp(min=1)
+        if not gate.affine.per_head:
+            mean = mean.mean().expand_as(mean)
+        momentum = gate.affine.momentum
+        updated = momentum * gate.alpha_ma + (1 - momentum) * mean
+        # No tokens since the last commit (a second optimizer of the same step, say): keep the average.
+        gate.alpha_ma.copy_(torch.where(count > 0, updated, gate.alpha_ma))
+        gate._sum.zero_()
+        gate._count.zero_()
+        gate._weight_version = None
+
+
+def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
+    """Commit alpha_ma after every step of ``optimizer``. Calling it twice is the same as once."""
+    tracked: WeakSet = optimizer.__dict__.setdefault("_affine_attn_tracked", WeakSet())
+    if model in tracked:
+        return
+    tracked.add(model)
+    for gate in alpha_gates(model):
+        gate._tracked = True
+    optimizer.register_step_post_hook(lambda *_: commit_alpha(model, group))

@@ -1,0 +1,155 @@
+"""One validated attention call: what the public functions accept, every engine receives.
+
+All checks of user input stand here, one sentence each: the argument, what was given, what is allowed.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.masks import Mask
+from affine_attn.core.spec import Logit, decode_logit, encode_logit
+
+
+# Scores that may exist at once: 2^22 fp32 entries are 16 MiB, near the cache, and the blocks stay matmul-sized.
+_SCORES_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    q: Tensor  # [B, H, Tq, D]
+    k: Tensor  # [B, Hkv, Tk, D]
+    v: Tensor  # [B, Hkv, Tk, D]
+    mask: Mask
+    scale: float
+    logit: Logit | None
+    sink: Tensor | None  # [H] or [B, H, Tq]
+    alpha: Tensor | None  # [B, H, Tq]
+    beta: Tensor | None  # [B, H, Tq]
+    gate: Tensor | None  # [B, H, Tq, D or 1]
+
+    @property
+    def tq(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def tk(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def needs_grad(self) -> bool:
+        tensors = (self.q, self.k, self.v, self.sink, self.alpha, self.beta, self.gate)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def count(self) -> Tensor:
+        return self.mask.count(self.tq, self.tk, self.q.device)
+
+    def blocks(self) -> list[tuple[slice, slice]]:
+        """(rows, keys) pieces that cover what is visible, a bounded number of scores each."""
+        per_row = max(1, self.q.shape[0] * self.heads * self.tk)
+        step = max(16, min(512, _SCORES_AT_ONCE // per_row))
+        rows = [slice(start, min(start + step, self.tq)) for start in range(0, self.tq, step)]
+        return [(r, self.mask.key_range(self.tq, self.tk, r)) for r in rows]
+
+    def visible(self, rows: slice, keys: slice) -> Tensor:
+        return self.mask.visible(self.tq, self.tk, self.q.device, rows, keys)
+
+    def flat(self) -> "Flat":
+        m = self.mask
+        tensors = (self.q, self.k, self.v, self.sink, self.alpha, self.beta, self.gate)
+        return Flat(*tensors, m.documents, m.padding, m.lengths, m.causal, m.window, self.scale, encode_logit(self.logit))
+
+
+class Flat(NamedTuple):
+    """A call as the flat arguments of a custom operator. The first seven have gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    alpha: Tensor | None
+    beta: Tensor | None
+    gate: Tensor | None
+    documents: Tensor | None
+    padding: Tensor | None
+    lengths: Tensor | None
+    causal: bool
+    window: int | None
+    scale: float
+    logit: str
+
+    def call(self) -> Call:
+        mask = Mask(self.causal, self.window, self.documents, self.padding, self.lengths)
+        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), *self[3:7])
+
+
+def checked_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    mask: Mask,
+    scale: float | None,
+    logit: Logit | None,
+    sink: Tensor | float | None,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    gate: Tensor | None,
+) -> Call:
+    """Validate and normalise; ``v=None`` (statistics) borrows k's place."""
+    value = k if v is None else v
+    for name, tensor in (("q", q), ("k", k), ("v", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"q, k and v must share a dtype, got {q.dtype} for q and {tensor.dtype} for {name}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must share a device")
+    batch, heads, tq, dim = q.shape
+    kv_heads, tk = k.shape[1], k.shape[2]
+    if k.shape != value.shape:
+        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(value.shape)}")
+    if k.shape[0] != batch or k.shape[3] != dim:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head_dim")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, k has {kv_heads}: the heads of q must be a multiple of those of k")
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {type(mask).__name__}")
+    mask.check(batch, tk, q.device)
+    if logit is not None and not isinstance(logit, Logit):
+        raise ValueError(f"logit must be None, ScaleInvariant, LogN or Alibi, got {logit!r}")
+    if logit is not None and logit.needs_causal and not mask.causal:
+        raise ValueError(f"logit {type(logit).__name__} needs a causal mask, got Mask(causal=False)")
+    if isinstance(sink, Tensor):
+        _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
+    elif sink is not None:
+        sink = torch.full((heads,), float(sink), dtype=torch.float32, device=q.device)
+    rows = [(batch, heads, tq)]
+    if alpha is not None:
+        _check_stage("alpha", alpha, rows, q)
+    if beta is not None:
+        _check_stage("beta", beta, rows, q)
+    if gate is not None:
+        _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
+    return Call(q, k, value, mask, dim**-0.5 if scale is None else float(scale), logit, sink, alpha, beta, gate)
+
+
+def _check_stage(name: str, tensor: Tensor, shapes: list[tuple[int, ...]], q: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tuple(tensor.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must have shape {allowed}, got {list(tensor.shape)}")
+    if tensor.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"{name} must be {q.dtype} (as q) or torch.float32, got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must share a device")

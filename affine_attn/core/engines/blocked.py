@@ -1,0 +1,98 @@
+"""Engine ``blocked``: the reference on blocks of queries, with recompute in the backward.
+
+Any logit, any mask, any device; memory is linear in the length because only a few rows of the score matrix exist at a
+time. It is the engine of last resort for training and the first one for masks that stock kernels lack.
+"""
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.call import Call
+from affine_attn.core.ops import Gradients, Output, register
+from affine_attn.core.quarantine import quarantined, quarantined_backward
+from affine_attn.core.reference import (
+    coefficients,
+    grouped_matmul,
+    probabilities,
+    row_dtype,
+    rows_of,
+    scores,
+    weights,
+)
+
+DESCRIPTION = "query-blocked torch with recompute: any logit, any mask, linear memory"
+
+def why_not(call: Call) -> str | None:
+    return None
+
+
+def forward(call: Call) -> Output:
+    y = torch.empty_like(call.q)
+    k, v = call.k.to(row_dtype(call.k)), call.v.to(row_dtype(call.v))
+    for rows, keys in call.blocks():
+        p, _, visible = _probabilities(call, k, rows, keys)
+        w = weights(p, visible, rows_of(call.alpha, rows), rows_of(call.beta, rows))
+        out = grouped_matmul(w, v[:, :, keys])
+        y[:, :, rows] = out if call.gate is None else out * call.gate[:, :, rows]
+    return Output(y, y.new_empty(0), y.new_empty(0))
+
+
+def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
+    dtype = row_dtype(call.q)
+    k, v = call.k.to(dtype), call.v.to(dtype)
+    dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
+    dsink, dalpha, dbeta, dgate = (
+        None if x is None else torch.zeros_like(x, dtype=dtype) for x in (call.sink, call.alpha, call.beta, call.gate)
+    )
+    for rows, keys in call.blocks():
+        p, p_sink, visible = _probabilities(call, k, rows, keys)
+        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
+        w = weights(p, visible, alpha, beta)
+        g = dy[:, :, rows].to(dtype)
+        if dgate is not None:
+            per_entry = g * grouped_matmul(w, v[:, :, keys])
+            dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
+            g = g * gate
+        dv[:, :, keys] += _sum_over_group(w, g, v)
+        dw = grouped_matmul(g, v[:, :, keys].mT)
+        if dbeta is not None:
+            dbeta[:, :, rows] = torch.where(visible, dw, 0.0).sum(-1)
+        along = (p * dw).sum(-1, keepdim=True)  # <g, o'>
+        if dalpha is not None:
+            dalpha[:, :, rows] = along[..., 0]
+            dw, along = dw * alpha[..., None], along * alpha[..., None]
+        ds = p * (dw - along)
+        if dsink is not None:
+            row = -(p_sink * along)[..., 0]
+            if dsink.ndim == 1:
+                dsink += row.sum((0, 2))
+            else:
+                dsink[:, :, rows] = row
+        factor, _ = coefficients(call, rows, keys)
+        ds = call.scale * (ds if factor is None else ds * factor)
+        dq[:, :, rows] = grouped_matmul(ds, k[:, :, keys])
+        dk[:, :, keys] += _sum_over_group(ds, call.q[:, :, rows].to(dtype), k)
+    inputs = (call.q, call.k, call.v, call.sink, call.alpha, call.beta, call.gate)
+    gradients = (dq, dk, dv, dsink, dalpha, dbeta, dgate)
+    return tuple(None if x is None else d.to(x.dtype) for x, d in zip(inputs, gradients, strict=True))
+
+
+def _probabilities(call: Call, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor]:
+    visible = call.visible(rows, keys)
+    p, p_sink = probabilities(scores(call, k, visible, rows, keys), rows_of(call.sink, rows))
+    return p, p_sink, visible
+
+
+def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
+    """x^T m summed over the query heads of each kv head: [B, H, T, n], [B, H, T, d] -> [B, Hkv, n, d]."""
+    group = (like.shape[1], -1)
+    return x.unflatten(1, group).flatten(2, 3).mT @ m.unflatten(1, group).flatten(2, 3)
+
+
+def fake(call: Call) -> Output:
+    y = torch.empty_like(call.q)
+    return Output(y, y.new_empty(0), y.new_empty(0))
+
+
+_LOOK_ON = ("cpu", "cuda")
+run = register("blocked", quarantined(forward, _LOOK_ON), quarantined_backward(forward, backward, _LOOK_ON), fake)

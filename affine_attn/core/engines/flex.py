@@ -1,0 +1,114 @@
+"""Engine ``flex``: FlexAttention, whose log-sum-exp is differentiable, followed by the epilogue under autograd.
+
+Any logit of the family, any mask. On the CPU it has no backward and builds the dense matrix, so there it is only a
+second opinion in tests.
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from affine_attn.core.call import Call
+from affine_attn.core.epilogue import combine, rescale_by_sink
+from affine_attn.core.masks import Mask
+from affine_attn.core.quarantine import visible_sum, visible_sum_backward
+from affine_attn.core.reference import row_dtype
+from affine_attn.core.spec import LogN
+
+DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
+
+_block_masks: WeakKeyDictionary[Mask, dict[tuple, BlockMask]] = WeakKeyDictionary()
+
+
+def why_not(call: Call) -> str | None:
+    if call.q.device.type not in ("cpu", "cuda"):
+        return f"FlexAttention does not run on {call.q.device.type}"
+    if call.tq == 0 or call.tk == 0:
+        return "FlexAttention needs at least one query and one key"
+    if call.q.device.type == "cpu":
+        return "FlexAttention has no backward on the CPU" if call.needs_grad else None
+    if call.q.dtype == torch.float64:
+        return "FlexAttention has no float64 on CUDA"
+    if call.q.shape[-1] < 16:
+        return f"FlexAttention on CUDA needs a head_dim of at least 16, not {call.q.shape[-1]}"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    q = call.q
+    if isinstance(call.logit, LogN):
+        q = (q * LogN.row_scale(call.count(), row_dtype(q))[..., None]).to(q.dtype)
+    o, aux = _flex()(
+        q,
+        call.k,
+        call.v,
+        score_mod=_score_mod(call),
+        block_mask=_block_mask(call),
+        scale=call.scale,
+        enable_gqa=call.heads != call.k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    o, z = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call.sink)
+    u = None if call.beta is None else _VisibleValues.apply(call.v, call)
+    return combine(o, u, call.alpha, call.beta, call.gate, row_dtype(q)).to(q.dtype)
+
+
+def _flex():
+    """Outside a compiled region FlexAttention would build the dense matrix on CUDA, so it is compiled here."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return flex_attention
+    global _compiled
+    if _compiled is None:
+        _compiled = torch.compile(flex_attention, dynamic=False)
+    return _run_compiled
+
+
+_compiled = None
+
+
+def _run_compiled(*args, **kwargs):
+    # Past the limit Dynamo would silently run the dense form; every new shape is one more specialisation.
+    with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096):
+        return _compiled(*args, **kwargs)
+
+
+def _score_mod(call: Call):
+    if call.logit is None or isinstance(call.logit, LogN):
+        return None
+    logit, heads, lengths, tq, tk = call.logit, call.heads, call.mask.lengths, call.tq, call.tk
+    dtype = row_dtype(call.q)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        p = i + ((tk if lengths is None else lengths[b]) - tq)
+        factor, offset = logit.coefficients((p - j).to(dtype), None, h, heads)
+        score = score if factor is None else score * factor
+        return score if offset is None else score + offset
+
+    return score_mod
+
+
+def _block_mask(call: Call) -> BlockMask:
+    """Built once per mask and shape: the layers of a model share their mask object."""
+    shapes = _block_masks.setdefault(call.mask, {})
+    key = (call.q.shape[0], call.tq, call.tk, call.q.device)
+    if key not in shapes:
+        batch = call.q.shape[0] if call.mask.tensors else None
+        # Compiled, or the mask itself would be built dense first.
+        build = torch.compile(create_block_mask) if call.q.device.type == "cuda" else create_block_mask
+        shapes[key] = build(call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk, device=call.q.device)
+    return shapes[key]
+
+
+class _VisibleValues(torch.autograd.Function):
+    """u with a backward that rebuilds visibility block by block instead of saving it."""
+
+    @staticmethod
+    def forward(ctx, v: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return visible_sum(v.to(row_dtype(v)), call)
+
+    @staticmethod
+    def backward(ctx, du: Tensor):
+        return visible_sum_backward(du, ctx.call).to(ctx.call.v.dtype), None

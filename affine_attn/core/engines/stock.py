@@ -1,0 +1,133 @@
+"""The aten attention operators behind one pair of functions: (q, k, v) -> (o, z) and back.
+
+z is the natural log-sum-exp in fp32 [B, H, Tq]. Operators align a causal mask of Tq != Tk differently, so a causal
+call is cut into pieces whose causal part is square; pieces over different keys are merged by their log-sum-exp. The
+backward needs no merging: with the merged output and log-sum-exp each piece's stock backward is already exact.
+"""
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def why_not(q: Tensor, k: Tensor, causal: bool, window: int | None) -> str | None:
+    """Why no stock kernel runs this, or None."""
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        return "a stock kernel needs at least one query and one key"
+    if causal and q.shape[2] > k.shape[2]:
+        return "a stock kernel cannot have causal queries without any key (more queries than keys)"
+    if q.device.type == "cpu":
+        return None if window is None else "the CPU operator has no sliding window"
+    if q.device.type != "cuda":
+        return f"there is no stock kernel with log-sum-exp on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the CUDA operators take bfloat16 or float16, not {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"the CUDA operators need a head_dim divisible by 8 and at most 256, not {q.shape[-1]}"
+    return None
+
+
+def kernel(q: Tensor, k: Tensor, window: int | None) -> str:
+    """The operator that :func:`forward` calls."""
+    if q.device.type == "cpu":
+        return "flash_for_cpu"
+    if window is None and q.shape[-1] <= 128 and q.shape[2] > 1 and torch.cuda.get_device_capability(q.device)[0] >= 9:
+        return "cudnn"
+    return "flash"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    name = kernel(q, k, window)
+    if name == "flash" and window is not None:
+        return _window_forward(q, k, v, scale, window)
+    pieces = _pieces(q.shape[2], k.shape[2], causal)
+    results = [_FORWARD[name](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
+    return results[0] if len(results) == 1 else _merge(*results[0], *results[1])
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = kernel(q, k, window)
+    if name == "flash" and window is not None:
+        return _window_backward(do, q, k, v, o, z, scale, window)
+    pieces = _pieces(q.shape[2], k.shape[2], causal)
+    results = [
+        _BACKWARD[name](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
+    ]
+    if len(results) == 1:
+        return results[0]
+    dqs, dks, dvs = zip(*results, strict=True)
+    dq = torch.add(*(dq.to(z.dtype) for dq in dqs)).to(q.dtype)
+    return dq, torch.cat(dks, 2), torch.cat(dvs, 2)
+
+
+def _pieces(tq: int, tk: int, causal: bool) -> list[tuple[slice, bool]]:
+    """(keys, is_causal) calls whose causal part is square."""
+    if not causal or tq == 1:
+        return [(slice(0, tk), False)]
+    square = (slice(tk - tq, tk), True)
+    return [square] if tq == tk else [(slice(0, tk - tq), False), square]
+
+
+def _merge(o1: Tensor, z1: Tensor, o2: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:
+    z = torch.logaddexp(z1, z2)
+    o = o1 * torch.exp(z1 - z)[..., None] + o2 * torch.exp(z2 - z)[..., None]
+    return o.to(o1.dtype), z
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(do, q, k, v, o, z, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, z, 0.0, causal, scale=scale)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    o, z, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return o, z.view(q.shape[:3])
+
+
+def _cudnn_backward(do, q, k, v, o, z, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    lse = z.view(*q.shape[:3], 1)
+    rest = (none, none, None, none, none, q.shape[2], k.shape[2], 0.0, causal)
+    return aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, o, lse, *rest, scale=scale)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    o, z, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return o, z
+
+
+def _flash_backward(do, q, k, v, o, z, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, none, none)
+    return aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, z, *rest, scale=scale)
+
+
+def _window_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """The flash operator counts look-back keys without self, in [B, T, H, D], aligned at the bottom right."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sizes = {"window_size_left": window - 1, "window_size_right": 0}
+    rest = (None, None, q.shape[1], k.shape[1], 0.0, False, False)
+    o, z, *_ = aten._flash_attention_forward(q, k, v, *rest, scale=scale, **sizes)
+    return o.transpose(1, 2), z
+
+
+def _window_backward(do, q, k, v, o, z, scale: float, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    sizes = {"window_size_left": window - 1, "window_size_right": 0}
+    rest = (None, None, q.shape[1], k.shape[1], 0.0, False, none, none)
+    gradients = aten._flash_attention_backward(do, q, k, v, o, z, *rest, scale=scale, **sizes)
+    dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
+    return dq, dk, dv
+
+
+_FORWARD = {"flash_for_cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward}
+_BACKWARD = {"flash_for_cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward}

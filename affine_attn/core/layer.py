@@ -1,0 +1,125 @@
+"""``AttentionLayer``: projections, positions, the parameters of the stages, and one call to ``attention``."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from affine_attn.core.alpha import AlphaGate
+from affine_attn.core.dispatch import attention
+from affine_attn.core.masks import Mask
+from affine_attn.core.rope import Rope, rotate
+from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.variants import variant
+
+
+class Cache(Protocol):
+    """What the layer asks of a key/value cache; every Hugging Face cache has it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class AttentionLayer(nn.Module):
+    """Causal self-attention of any member of the family, [B, T, dim] -> [B, T, dim].
+
+    The gates read the same (normed) hidden state as q_proj. Submodules are named as in Hugging Face Llama models.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        attention: AttentionSpec | str = "affine",
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        rope: Rope | None = Rope(),
+        norm_eps: float = 1e-6,
+        init_std: float = 0.02,
+        layer_idx: int = 0,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"AttentionLayer: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"AttentionLayer: dim ({dim}) must be a multiple of heads ({heads}), or give head_dim")
+        self.spec = variant(attention) if isinstance(attention, str) else attention
+        self.heads, self.kv_heads = heads, kv_heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        self.rope, self.layer_idx, self.init_std = rope, layer_idx, init_std
+        width = heads * self.head_dim
+        self.q_proj = nn.Linear(dim, width, bias=qkv_bias)
+        self.k_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(width, dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.alpha = AlphaGate(dim, heads, self.spec.affine, init_std) if self.spec.affine else None
+        self.sinks = nn.Parameter(torch.empty(heads)) if self.spec.sink == "learned" else None
+        gate_width = {None: 0, "headwise": heads, "elementwise": width}[self.spec.gate]
+        self.attn_gate = nn.Linear(dim, gate_width, bias=False) if gate_width else None
+        self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.logit, LogN) else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.init_std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.alpha is not None:
+            self.alpha.reset_parameters()
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=self.init_std)
+        if self.logn_scale is not None:
+            nn.init.constant_(self.logn_scale, 1 / math.log(self.spec.logit.length))
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask = Mask(),
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        impl: str = "auto",
+    ) -> Tensor:
+        """x [B, T, dim]; positions [B or 1, T] for RoPE (default: the slot of each token); mask over the cached keys."""
+        q, k, v = self.project(x)
+        if cache is not None:
+            # Keys are cached rotated, so positions must be known before the cache grows.
+            if self.rope is not None and positions is None:
+                raise ValueError("AttentionLayer: positions must be given together with a cache")
+        if self.rope is not None:
+            if positions is None:
+                positions = mask.positions(x.shape[1], x.shape[1], x.device)
+            cos, sin = (table[:, None] for table in self.rope.table(positions, self.head_dim))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        y = self.attend(x, q, k, v, mask, impl)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, D], k and v [B, Hkv, T, D], normed but not rotated."""
+        shape = (-1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, shape))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, shape))
+        v = self.v_proj(x).unflatten(-1, shape)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
+        """The stages: everything that depends on the spec, between the projections and o_proj."""
+        alpha = beta = gate = None
+        if self.alpha is not None:
+            alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])
+            beta = self.alpha.beta(alpha, mask, k.shape[2])
+        if self.attn_gate is not None:
+            gate = torch.sigmoid(self.attn_gate(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if self.logn_scale is not None:
+            q = q * self.logn_scale.to(q.dtype)[:, None, None]
+        sink = self.sinks if self.spec.sink == "learned" else self.spec.sink
+        return attention(
+            q, k, v, mask, logit=self.spec.logit, sink=sink, alpha=alpha, beta=beta, gate=gate, impl=impl
+        )

@@ -1,0 +1,89 @@
+"""Turns an engine's plain forward and backward into a torch.library operator pair.
+
+Being opaque operators with fake implementations, engines may loop and branch on data and still compile with
+``fullgraph=True``, recompute under activation checkpointing and shard. An engine brings two functions:
+
+    forward(call)  -> Output     the result, and what the backward wants back
+    backward(call, dy, Output) -> (dq, dk, dv, dsink, dalpha, dbeta, dgate), None where the input is None
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.call import Call, Flat
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
+    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, str logit"
+)
+
+
+class Output(NamedTuple):
+    y: Tensor
+    saved_out: Tensor  # attention output after the sink; empty where y itself is that
+    saved_lse: Tensor  # its log-sum-exp, fp32 [B, H, Tq]; empty where the engine recomputes
+
+
+Gradients = tuple[Tensor | None, ...]
+Forward = Callable[[Call], Output]
+Backward = Callable[[Call, Tensor, Output], Gradients]
+
+
+def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[[Call], Tensor]:
+    """Define ``affine_attn::name`` and its backward; returns the differentiable function of a call."""
+
+    def run(*flat) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(forward(Flat(*flat).call()))
+
+    def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, *flat) -> list[Tensor]:
+        gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse))
+        # An operator returns tensors only: absent gradients travel as empty ones.
+        return [
+            dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
+            for x, gradient in zip(flat[:7], gradients, strict=True)
+        ]
+
+    def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, *flat) -> list[Tensor]:
+        return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:7]]
+
+    op = torch.library.custom_op(
+        f"affine_attn::{name}", run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+    )
+    op.register_fake(lambda *flat: tuple(fake(Flat(*flat).call())))
+    op_backward = torch.library.custom_op(
+        f"affine_attn::{name}_backward",
+        run_backward,
+        mutates_args=(),
+        schema=f"(Tensor dy, Tensor y, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]",
+    )
+    op_backward.register_fake(fake_backward)
+
+    def setup_context(ctx, inputs, output):
+        tensors, ctx.options = inputs[:10], inputs[10:]
+        y, out, lse = output
+        # y is kept only where it doubles as the attention output that the backward needs.
+        y = y if lse.numel() and not out.numel() else lse.new_empty(0)
+        ctx.save_for_backward(y, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+
+    def autograd_backward(ctx, dy, _dout, _dlse):
+        y, out, lse, *tensors = ctx.saved_tensors
+        if dy is None:
+            return (None,) * (len(tensors) + len(ctx.options))
+        gradients = op_backward(dy, y, out, lse, *tensors, *ctx.options)
+        given = [None if x is None else gradient for x, gradient in zip(tensors[:7], gradients, strict=True)]
+        return (*given, *(None,) * (len(tensors) - 7 + len(ctx.options)))
+
+    op.register_autograd(autograd_backward, setup_context=setup_context)
+    return lambda call: op(*call.flat())[0]
+
+
+def _laid_out_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with the strides its fake promises; stock backwards choose their own."""
+    promised = torch.empty_like(x, device="meta")
+    if gradient.stride() == promised.stride():
+        return gradient
+    return torch.empty_like(x).copy_(gradient)

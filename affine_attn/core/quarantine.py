@@ -1,0 +1,67 @@
+"""Keeps a NaN or inf in a key or value away from rows that cannot see it.
+
+Kernels multiply masked tiles by zero weights, and 0 * inf is NaN: one bad future value would spoil the rows before it.
+These wrappers look for non-finite keys and values, run the engine on zeroed copies, and put NaN exactly where a row
+sees a bad entry. Looking needs the values on the host: on CUDA, where that would stall the stream, an engine is
+wrapped only if it is slow anyway (``devices``).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.call import Call
+from affine_attn.core.ops import Backward, Forward, Gradients, Output
+from affine_attn.core.reference import isolate
+
+
+def quarantined(forward: Forward, devices: tuple[str, ...]) -> Forward:
+    def run(call: Call) -> Output:
+        if call.q.device.type not in devices or _finite(call):
+            return forward(call)
+        clean, poisoned = _clean(call)
+        output = forward(clean)
+        return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
+
+    return run
+
+
+def quarantined_backward(forward: Forward, backward: Backward, devices: tuple[str, ...]) -> Backward:
+    def run(call: Call, dy: Tensor, output: Output) -> Gradients:
+        if call.q.device.type not in devices or _finite(call):
+            return backward(call, dy, output)
+        clean, poisoned = _clean(call)
+        # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
+        gradients = backward(clean, dy.masked_fill(poisoned, 0.0), forward(clean))
+        if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
+            return gradients
+        return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
+
+    return run
+
+
+def visible_sum(x: Tensor, call: Call) -> Tensor:
+    """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D], in blocks of rows."""
+    total = x.new_zeros(*x.shape[:2], call.tq, x.shape[3])
+    for rows, keys in call.blocks():
+        total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
+    return total
+
+
+def visible_sum_backward(dtotal: Tensor, call: Call) -> Tensor:
+    """The transpose of :func:`visible_sum`."""
+    dx = dtotal.new_zeros(*dtotal.shape[:2], call.tk, dtotal.shape[3])
+    for rows, keys in call.blocks():
+        dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
+    return dx
+
+
+def _finite(call: Call) -> bool:
+    # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path).
+    return bool(torch.isfinite(call.k.sum(dtype=torch.float64) + call.v.sum(dtype=torch.float64)))
+
+
+def _clean(call: Call) -> tuple[Call, Tensor]:
+    k, v, poisoned = isolate(call, lambda bad: visible_sum(bad, call))
+    return replace(call, k=k, v=v), poisoned

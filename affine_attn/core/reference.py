@@ -1,0 +1,112 @@
+"""The definition of correctness: the attention family as it is written on paper.
+
+    s_ij = logit(scale * q_i.k_j)                  stage 1  logit
+    p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))  stage 2  sink
+    w_ij = alpha_i * p_ij + beta_i                 stage 3  affine, on visible keys only
+    y_i  = gate_i * sum_j w_ij v_j                 stage 4  gate
+
+Dense, any dtype, any device, differentiable by autograd. Every engine is tested against it in float64.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.call import Call
+
+
+DESCRIPTION = "dense torch: the definition of correctness"
+
+
+def why_not(call: Call) -> str | None:
+    return None
+
+
+def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
+    """y [B, H, Tq, D]; ``matmul`` lowers the precision of the two products (the yardstick of the tolerance rule)."""
+    everything = slice(0, call.tq), slice(0, call.tk)
+    visible = call.visible(*everything)
+    k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
+    s = scores(call, k, visible, *everything, matmul=matmul)
+    p, _ = probabilities(s, rows_of(call.sink, slice(0, call.tq)))
+    w = weights(p, visible, call.alpha, call.beta)
+    y = grouped_matmul(w, v.to(w.dtype), matmul)
+    if call.gate is not None:
+        y = call.gate.to(y.dtype) * y
+    return y.masked_fill(poisoned, float("nan")).to(call.q.dtype)
+
+
+def scores(
+    call: Call, k: Tensor, visible: Tensor, rows: slice, keys: slice, matmul: torch.dtype | None = None
+) -> Tensor:
+    """Stage 1 for a block of rows and keys: s [B, H, rows, keys], -inf on invisible keys."""
+    dtype = row_dtype(call.q)
+    s = call.scale * grouped_matmul(call.q[:, :, rows].to(dtype), k[:, :, keys].to(dtype).mT, matmul)
+    factor, offset = coefficients(call, rows, keys)
+    s = s if factor is None else factor * s
+    s = s if offset is None else s + offset
+    return s.masked_fill(~visible, float("-inf"))
+
+
+def coefficients(call: Call, rows: slice, keys: slice) -> tuple[Tensor | None, Tensor | None]:
+    """Factor and offset of the logit stage on a block, broadcastable to [B, H, rows, keys]."""
+    if call.logit is None:
+        return None, None
+    p = call.mask.positions(call.tq, call.tk, call.q.device)[:, None, rows, None]
+    j = torch.arange(call.tk, device=call.q.device)[keys]
+    head = torch.arange(call.heads, device=call.q.device)[:, None, None]
+    return call.logit.coefficients((p - j).to(row_dtype(call.q)), call.count()[..., rows], head, call.heads)
+
+
+def probabilities(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Stage 2: p [B, H, rows, keys] and the sink's own probability [B, H, rows, 1]."""
+    pivot = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), float("-inf"))
+    if sink is not None:
+        sink = sink.to(s.dtype)[..., None]
+        pivot = torch.maximum(pivot, sink.detach())
+    # A row without keys and without a sink has no maximum; any finite pivot gives it p = 0 and finite gradients.
+    pivot = torch.where(pivot == float("-inf"), 0.0, pivot)
+    e = torch.exp(s - pivot)
+    total = e.sum(-1, keepdim=True)
+    if sink is None:
+        return e / torch.where(total == 0, 1.0, total), None
+    e_sink = torch.exp(sink - pivot)
+    total = total + e_sink
+    total = torch.where(total == 0, 1.0, total)
+    return e / total, e_sink / total
+
+
+def weights(p: Tensor, visible: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
+    """Stage 3: alpha * p + beta on visible keys."""
+    if alpha is not None:
+        p = alpha.to(p.dtype)[..., None] * p
+    return p if beta is None else p + torch.where(visible, beta.to(p.dtype)[..., None], 0.0)
+
+
+def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x [B, H, T, n] @ m [B, Hkv, n, d], query head h with kv head h // (H / Hkv), without copying m."""
+    rows = x.unflatten(1, (m.shape[1], -1)).flatten(2, 3)
+    product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
+    return product.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+
+
+def isolate(call: Call, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v with non-finite entries zeroed, and what must be NaN because it sees one, bool [B, H, Tq, D].
+
+    A plain product would spread an inf to rows that cannot see it, since 0 * inf is NaN.
+    """
+    bad_k, bad_v = ~call.k.isfinite().all(-1, keepdim=True), ~call.v.isfinite()
+    seen = visible_sum((bad_k | bad_v).float()) > 0
+    poisoned = seen.repeat_interleave(call.heads // call.k.shape[1], dim=1)
+    return call.k.masked_fill(bad_k, 0.0), call.v.masked_fill(bad_v, 0.0), poisoned
+
+
+def row_dtype(x: Tensor) -> torch.dtype:
+    """Row statistics are at least float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
+    """A block of rows of a stage input; a per-head vector [H] becomes [H, 1]."""
+    return None if x is None else x[:, None] if x.ndim == 1 else x[:, :, rows]

@@ -1,0 +1,54 @@
+"""Rotary position embeddings behind one table builder, the truncated p-RoPE readings included.
+
+A frequency of zero leaves its pair of channels unrotated, so every reading is a list of D/2 frequencies:
+
+    rope           theta^(-2k/D)
+    p_rope         first quarter of D: 1024^-linspace(0, 1), rest 0 (half-truncated, as in modded-nanogpt; theta = 1024)
+    p_rope_top     theta^(-2k/D) for the highest share p of the pairs, rest 0 (Barbero et al., arXiv 2410.06205)
+
+The third reading of the scale-invariant paper, ordinary RoPE with base 1024, is ``Rope(theta=1024)``.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    kind: Literal["rope", "p_rope", "p_rope_top"] = "rope"
+    theta: float = 10000.0
+    p: float = 0.75  # share of rotated pairs, p_rope_top only
+
+    def __post_init__(self):
+        if self.kind not in ("rope", "p_rope", "p_rope_top"):
+            raise ValueError(f"Rope: kind must be 'rope', 'p_rope' or 'p_rope_top', got {self.kind!r}")
+        if not self.theta > 0:
+            raise ValueError(f"Rope: theta must be > 0, got {self.theta}")
+        if not 0 < self.p <= 1:
+            raise ValueError(f"Rope: p must be in (0, 1], got {self.p}")
+
+    def frequencies(self, head_dim: int, device: torch.device | None = None) -> Tensor:
+        """Radians per position of each of the D/2 channel pairs, fp32."""
+        pairs = head_dim // 2
+        if self.kind == "p_rope":
+            rotated = pairs // 2
+            fast = (1.0 / 1024.0) ** torch.linspace(0, 1, rotated, device=device)
+            return torch.cat((fast, torch.zeros(pairs - rotated, device=device)))
+        k = torch.arange(pairs, device=device, dtype=torch.float32)
+        frequencies = self.theta ** (-2 * k / head_dim)
+        rotated = pairs if self.kind == "rope" else round(self.p * pairs)
+        return torch.where(k < rotated, frequencies, 0.0)
+
+    def table(self, positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [..., T, D/2], for integer positions [..., T]."""
+        angles = positions[..., None].float() * self.frequencies(head_dim, positions.device)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (c, c + D/2) of x [B, H, T, D], computed in fp32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -1,0 +1,176 @@
+"""The attention family as data: four stages, each a frozen value.
+
+An :class:`AttentionSpec` says which attention a layer computes. It is the config entry, the test id, the benchmark
+label and the compile key at once, so it is frozen, hashable and turns into plain JSON and back. Parameters live in the
+layer; formulas of the logit stage live here, because every engine needs the same ones.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Coefficients(NamedTuple):
+    """Stage 1 is affine in the raw score: s = factor * (scale * q.k) + offset. ``None`` means 1 and 0.
+
+    Every logit has ``coefficients(distance, count, head, heads)`` on broadcastable tensors: i - j, the visible keys n_i
+    of the row, the head index 0..H-1, and H. The reference calls it on whole blocks, FlexAttention on single scores.
+    """
+
+    factor: Tensor | None
+    offset: Tensor | None
+
+
+@dataclass(frozen=True)
+class ScaleInvariant:
+    """Scale-invariant attention (arXiv 2505.17083): a_t = sqrt(1 + 2 log(1 + t/tau)), m_t = -2 log(1 + t/tau)."""
+
+    tau: float = 10.0
+    needs_causal = True
+
+    def __post_init__(self):
+        if not self.tau > 0:
+            raise ValueError(f"ScaleInvariant: tau must be > 0, got {self.tau}")
+
+    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+        # Keys ahead of the query are masked later; clamping keeps their factor, and so their gradient, finite.
+        u = torch.log1p(distance.clamp(min=0) / self.tau)
+        return Coefficients(torch.sqrt(1 + 2 * u), -2 * u)
+
+
+@dataclass(frozen=True)
+class LogN:
+    """Log-length scaling (SSMax): s_ij = log(n_i) * raw. The layer's learned s_h starts at 1/log(length)."""
+
+    length: int = 2048
+    needs_causal = False
+
+    def __post_init__(self):
+        if not (isinstance(self.length, int) and self.length > 1):
+            raise ValueError(f"LogN: length must be an integer > 1, got {self.length!r}")
+
+    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+        return Coefficients(self.row_scale(count, distance.dtype)[..., None], None)
+
+    @staticmethod
+    def row_scale(count: Tensor, dtype: torch.dtype) -> Tensor:
+        # A row without keys has no score to scale; log(1) = 0 keeps it finite.
+        return torch.log(count.clamp(min=1).to(dtype))
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """ALiBi: s_ij = raw - slope_h * |i - j|, slope_h = 2^(-8 h / H) for h = 1..H."""
+
+    needs_causal = False
+
+    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+        slope = torch.exp2((head + 1).to(distance.dtype) * (-8.0 / heads))
+        return Coefficients(None, -slope * distance.abs())
+
+
+Logit = ScaleInvariant | LogN | Alibi
+
+_LOGITS: dict[str, type] = {"scale_invariant": ScaleInvariant, "logn": LogN, "alibi": Alibi}
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Affine-scaled weights (arXiv 2602.23057): w = alpha * p + beta, beta = (alpha_ma - alpha) / N.
+
+    N_i = max(length, n_i, 1) with n_i visible keys; ``length=0`` is N = n_i, ``length="keys"`` is N = keys of the call
+    (then the output depends on how a sequence is cut into calls).
+    """
+
+    phi: Literal["linear_clipping", "sigmoid"] = "linear_clipping"
+    length: int | Literal["keys"] = 2048
+    alpha_range: float = 1.0
+    momentum: float = 0.9
+    start: float = 0.0
+    per_head: bool = True
+    beta: bool = True
+
+    def __post_init__(self):
+        if self.phi not in ("linear_clipping", "sigmoid"):
+            raise ValueError(f"Affine: phi must be 'linear_clipping' or 'sigmoid', got {self.phi!r}")
+        if self.length != "keys" and not (isinstance(self.length, int) and self.length >= 0):
+            raise ValueError(f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Affine: momentum must be in [0, 1), got {self.momentum}")
+        if not self.alpha_range > 0:
+            raise ValueError(f"Affine: alpha_range must be > 0, got {self.alpha_range}")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """logit -> sink -> affine -> gate; ``None`` switches a stage off."""
+
+    logit: Logit | None = None
+    sink: float | Literal["learned"] | None = None
+    affine: Affine | None = None
+    gate: Literal["elementwise", "headwise"] | None = None
+
+    def __post_init__(self):
+        if self.logit is not None and not isinstance(self.logit, Logit):
+            raise ValueError(f"AttentionSpec: logit must be None or one of {_names()}, got {self.logit!r}")
+        if isinstance(self.sink, str) and self.sink != "learned":
+            raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
+        if self.affine is not None and not isinstance(self.affine, Affine):
+            raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
+        if self.gate not in (None, "elementwise", "headwise"):
+            raise ValueError(f"AttentionSpec: gate must be None, 'elementwise' or 'headwise', got {self.gate!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; :meth:`from_dict` is its inverse."""
+        affine = None if self.affine is None else dataclasses.asdict(self.affine)
+        # JSON has no infinity: a sink of -inf (softmax) or +inf is written as its name.
+        sink = str(self.sink) if isinstance(self.sink, float) and math.isinf(self.sink) else self.sink
+        return {"logit": _logit_to_dict(self.logit), "sink": sink, "affine": affine, "gate": self.gate}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "AttentionSpec":
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := set(data) - known:
+            raise ValueError(f"AttentionSpec: unknown entries {sorted(unknown)}; allowed are {sorted(known)}")
+        sink, affine = data.get("sink"), data.get("affine")
+        return cls(
+            logit=_logit_from_dict(data.get("logit")),
+            sink=float(sink) if sink in ("inf", "-inf") else sink,
+            affine=None if affine is None else Affine(**affine),
+            gate=data.get("gate"),
+        )
+
+
+def encode_logit(logit: Logit | None) -> str:
+    """One string for a logit: custom operators take strings, not objects."""
+    return json.dumps(_logit_to_dict(logit))
+
+
+def decode_logit(text: str) -> Logit | None:
+    return _logit_from_dict(json.loads(text))
+
+
+def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:
+    if logit is None:
+        return None
+    name = next(name for name, kind in _LOGITS.items() if type(logit) is kind)
+    return {"kind": name, **dataclasses.asdict(logit)}
+
+
+def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
+    if data is None:
+        return None
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in _LOGITS:
+        raise ValueError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
+    return _LOGITS[kind](**fields)
+
+
+def _names() -> str:
+    return ", ".join(kind.__name__ for kind in _LOGITS.values())

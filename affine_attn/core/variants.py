@@ -1,0 +1,53 @@
+"""The named members of the family. Tests, benchmarks and the README table iterate over :data:`VARIANTS`."""
+
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+
+
+class Variant(NamedTuple):
+    spec: AttentionSpec
+    formula: str
+    source: str
+
+
+VARIANTS: dict[str, Variant] = {
+    "softmax": Variant(AttentionSpec(), "softmax(s) v", "arXiv 1706.03762"),
+    "off_by_one": Variant(AttentionSpec(sink=0.0), "exp(s) / (1 + Σ exp(s)) v", "Miller 2023"),
+    "sink": Variant(AttentionSpec(sink="learned"), "exp(s) / (exp(sink_h) + Σ exp(s)) v", "gpt-oss"),
+    "gated": Variant(AttentionSpec(gate="elementwise"), "σ(W_g x) ⊙ softmax(s) v", "arXiv 2505.06708"),
+    "gated_headwise": Variant(AttentionSpec(gate="headwise"), "σ(w_g·x) softmax(s) v", "arXiv 2505.06708"),
+    "affine": Variant(AttentionSpec(affine=Affine()), "(α softmax(s) + β) v", "arXiv 2602.23057"),
+    "affine_sigmoid": Variant(
+        AttentionSpec(affine=Affine(phi="sigmoid")), "(α softmax(s) + β) v, α = σ(w_a·x)", "arXiv 2602.23057"
+    ),
+    "affine_gated": Variant(
+        AttentionSpec(affine=Affine(), gate="elementwise"), "σ(W_g x) ⊙ (α softmax(s) + β) v", "arXiv 2602.23057"
+    ),
+    "scale_invariant": Variant(
+        AttentionSpec(logit=ScaleInvariant()), "softmax(a_t s + m_t) v, t = i-j", "arXiv 2505.17083"
+    ),
+    "logn": Variant(AttentionSpec(logit=LogN()), "softmax(s_h log(n_i) s) v", "SSMax, arXiv 2501.19399"),
+    "alibi": Variant(AttentionSpec(logit=Alibi()), "softmax(s - slope_h (i-j)) v", "arXiv 2108.12409"),
+}
+
+
+def variant(name: str) -> AttentionSpec:
+    """The spec of a named variant."""
+    if name not in VARIANTS:
+        nearest = get_close_matches(name, VARIANTS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"unknown variant {name!r}{hint} Allowed: {', '.join(VARIANTS)}")
+    return VARIANTS[name].spec
+
+
+def variants_table() -> str:
+    """Markdown table of all variants, as shown in the README and by ``affine-attn variants``."""
+    rows = ["| variant | output | logit | sink | affine | gate | source |", "|---|---|---|---|---|---|---|"]
+    for name, (spec, formula, source) in VARIANTS.items():
+        logit = type(spec.logit).__name__ if spec.logit else ""
+        sink = "" if spec.sink is None else str(spec.sink)
+        affine = spec.affine.phi if spec.affine else ""
+        rows.append(f"| `{name}` | {formula} | {logit} | {sink} | {affine} | {spec.gate or ''} | {source} |")
+    return "\n".join(rows)

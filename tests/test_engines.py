@@ -1,0 +1,62 @@
+"""Every engine, every case: y and every gradient within the tolerance rule of the float64 reference."""
+
+import pytest
+import torch
+
+from affine_attn import attention
+from affine_attn.core.accuracy import deviations, random_inputs
+from affine_attn.core.call import checked_call
+from affine_attn.core.dispatch import ENGINES
+from tests.cases import CASES, Case
+
+
+def _arguments(case: Case, device: str = "cpu"):
+    inputs = random_inputs(case.spec, case.shape, case.dtype, device, largest_logit=case.largest_logit)
+    return inputs, case.mask(case.shape, torch.device(device))
+
+
+def _runs(engine: str, case: Case, device: str = "cpu") -> bool:
+    inputs, mask = _arguments(case, device)
+    leaves = {name: x.requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    return ENGINES[engine].why_not(checked_call(mask=mask, **_complete(leaves))) is None
+
+
+def _complete(inputs: dict) -> dict:
+    return dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
+
+
+def _assert_within(case: Case, engine: str, device: str = "cpu"):
+    inputs, mask = _arguments(case, device)
+    wrong = [d for d in deviations(engine, inputs, mask) if not d.within]
+    assert not wrong, f"{engine} is too far from the reference: {wrong}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_engine_that_accepts_a_case_is_right(case: Case):
+    engines = [name for name in ("sdpa", "blocked", "reference") if _runs(name, case)]
+    assert engines
+    for engine in engines:
+        _assert_within(case, engine)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == torch.float32][::7], ids=str)
+def test_flex_forward_on_cpu_agrees(case: Case):
+    inputs, mask = _arguments(case)
+    y = attention(**inputs, mask=mask, impl="flex")
+    expected = attention(**inputs, mask=mask, impl="reference")
+    torch.testing.assert_close(y, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_fast_engine_takes_the_plain_cases():
+    """The case table would pass with blocked alone; the stock kernels must really be in it."""
+    taken = [c for c in CASES if _runs("sdpa", c)]
+    assert len(taken) > len(CASES) // 4
+    assert {c.name for c in taken} >= {"softmax", "sink", "affine_gated", "logn", "sink+affine+gate"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_engine_on_cuda(case: Case):
+    engines = [name for name in ENGINES if _runs(name, case, "cuda")]
+    for engine in engines:
+        _assert_within(case, engine, "cuda")
