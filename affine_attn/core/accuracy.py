@@ -4,11 +4,10 @@ The truth is the reference in float64 on the same (already rounded) inputs. The 
 matrix products in the inputs' precision. An engine's y and every gradient must satisfy, in the maximum and the RMS norm,
 
     error(engine) <= 2 * error(yardstick) + rounding
-    rounding = (2 eps + eps_rows * largest logit) * (1 + norm(truth))
+    rounding = (2 eps + eps_rows * (largest logit + largest weight gradient)) * (1 + norm(truth))
 
-eps is the inputs' precision, eps_rows that of the row statistics: a weight exp(s - z) inherits the absolute rounding of
-s and z as a relative error. The 1 is the size of the inputs: a gradient that vanishes by cancellation is still a
-difference of numbers of that size.
+eps is the inputs' precision, eps_rows that of the row statistics. A weight exp(s - z) inherits the absolute rounding of
+s and z as a relative error; a score's gradient is p times a difference of weight gradients <dy, v>, which may cancel.
 """
 
 from dataclasses import dataclass
@@ -110,16 +109,22 @@ def deviations(
     exact = value_and_gradients(_reference(mask, scale), exact_inputs, dy.double())
     yardstick = value_and_gradients(_reference(mask, scale, matmul=q.dtype), inputs, dy)
     measured = value_and_gradients(engine, inputs, dy)
-    rounding = _rounding(exact_inputs, q.dtype, mask, scale)
+    rounding = _rounding(exact_inputs, dy.double(), q.dtype, mask, scale)
     return [_deviation(name, measured[name], yardstick[name], truth, rounding) for name, truth in exact.items()]
 
 
-def _rounding(exact_inputs: dict[str, Any], dtype: torch.dtype, mask: Mask, scale: float | None) -> float:
+def _rounding(
+    exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask: Mask, scale: float | None
+) -> float:
     arguments = {"sink": None, "alpha": None, "beta": None, "gate": None, **exact_inputs}
     call = checked_call(**arguments, mask=mask, scale=scale)
     everything = slice(0, call.tq), slice(0, call.tk)
-    s = reference.scores(call, call.k, call.visible(*everything), *everything)
-    largest = float(torch.where(s.isfinite(), s, 0.0).abs().max()) if s.numel() else 0.0
+    visible = call.visible(*everything)
+    s = reference.scores(call, call.k, visible, *everything)
+    if not s.numel():
+        return 2 * torch.finfo(dtype).eps
+    dw = reference.grouped_matmul(dy, call.v.mT)
+    largest = sum(float(torch.where(visible, x, 0.0).abs().max()) for x in (s, dw))
     rows = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return 2 * torch.finfo(dtype).eps + rows * largest
 

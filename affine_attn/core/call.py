@@ -3,6 +3,7 @@
 All checks of user input stand here, one sentence each: the argument, what was given, what is allowed.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Call:
     mask: Mask
     scale: float
     logit: Logit | None
-    sink: Tensor | None  # [H] or [B, H, Tq]
+    sink: Tensor | float | None  # [H] or [B, H, Tq]
     alpha: Tensor | None  # [B, H, Tq]
     beta: Tensor | None  # [B, H, Tq]
     gate: Tensor | None  # [B, H, Tq, D or 1]
@@ -45,7 +46,7 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         tensors = (self.q, self.k, self.v, self.sink, self.alpha, self.beta, self.gate)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
     def count(self) -> Tensor:
         return self.mask.count(self.tq, self.tk, self.q.device)
@@ -61,9 +62,10 @@ class Call:
         return self.mask.visible(self.tq, self.tk, self.q.device, rows, keys)
 
     def flat(self) -> "Flat":
-        m = self.mask
-        tensors = (self.q, self.k, self.v, self.sink, self.alpha, self.beta, self.gate)
-        return Flat(*tensors, m.documents, m.padding, m.lengths, m.causal, m.window, self.scale, encode_logit(self.logit))
+        m, logit = self.mask, encode_logit(self.logit)
+        sink, constant = (None, self.sink) if isinstance(self.sink, float) else (self.sink, None)
+        tensors = (self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate, m.documents, m.padding, m.lengths)
+        return Flat(*tensors, m.causal, m.window, self.scale, logit, constant)
 
 
 class Flat(NamedTuple):
@@ -83,10 +85,12 @@ class Flat(NamedTuple):
     window: int | None
     scale: float
     logit: str
+    constant_sink: float | None
 
     def call(self) -> Call:
         mask = Mask(self.causal, self.window, self.documents, self.padding, self.lengths)
-        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), *self[3:7])
+        sink = self.sink if self.constant_sink is None else self.constant_sink
+        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), sink, *self[4:7])
 
 
 def checked_call(
@@ -132,7 +136,9 @@ def checked_call(
     if isinstance(sink, Tensor):
         _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
     elif sink is not None:
-        sink = torch.full((heads,), float(sink), dtype=torch.float32, device=q.device)
+        if not isinstance(sink, int | float) or math.isnan(sink):
+            raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
+        sink = float(sink)
     rows = [(batch, heads, tq)]
     if alpha is not None:
         _check_stage("alpha", alpha, rows, q)

@@ -11,24 +11,24 @@ Everything runs tile by tile along the tokens: prefix sums of v carry from tile 
 the cache through all its operations.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.reference import row_dtype, rows_of
+from affine_attn.core.ops import Gradients, Output
+from affine_attn.core.reference import row_dtype, rows_of, sink_rows
 
 # Entries of a tile of o: 2^17 fp32 entries are half a MiB, which a CPU core's own cache holds.
 _TILE_ENTRIES = 2**17
 
 
-def rescale_by_sink(o: Tensor, z: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def rescale_by_sink(o: Tensor, z: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(o, z) of softmax -> (o', z') of softmax with a sink in the denominator. Differentiable where z is."""
+    sink = sink_rows(call, slice(None))
     if sink is None:
         return o, z
-    sink = rows_of(sink, slice(None)).to(z.dtype)
     # A row without keys has z = -inf and o = 0; with a sink of -inf the difference would be NaN.
     kept = torch.where(z == float("-inf"), 0.0, torch.sigmoid(z - sink))
     return (o * kept[..., None]).to(o.dtype), torch.logaddexp(z, sink)
@@ -44,28 +44,26 @@ def combine(
     return y if gate is None else y * gate.to(dtype)
 
 
-class RowGradients(NamedTuple):
-    do: Tensor  # incoming gradient for the stock backward, in q's dtype
-    dv: Tensor | None  # what reaches v through u, fp32 [B, Hkv, Tk, D]
-    dsink: Tensor | None
-    dalpha: Tensor | None
-    dbeta: Tensor | None
-    dgate: Tensor | None
+AttentionBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def epilogue(o: Tensor, call: Call) -> Tensor:
-    """y from the sink-adjusted o', for masks without window, documents, padding or lengths and Tq <= Tk."""
+def finish(call: Call, o: Tensor, z: Tensor) -> Output:
+    """Stages 2 to 4 on (o, z), for masks without window, documents, padding or lengths and Tq <= Tk."""
+    o, z = rescale_by_sink(o, z, call)
+    if call.alpha is None and call.beta is None and call.gate is None:
+        return Output(o, o.new_empty(0), z, z.new_empty(0))
     y = torch.empty_like(call.q)
     dtype = row_dtype(call.q)
     for rows, u in _value_tiles(call):
-        stages = (_rows(x, rows) for x in (call.alpha, call.beta, call.gate))
+        stages = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
         y[:, :, rows] = combine(o[:, :, rows], u, *stages, dtype)
-    return y
+    return Output(y, o, z, z.new_empty(0))
 
 
-def epilogue_backward(dy: Tensor, o: Tensor, z: Tensor, call: Call) -> RowGradients:
-    """All row-wise gradients from dy and the sink-adjusted (o', z')."""
+def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
+    """All gradients; ``attention_backward(do, out, lse)`` is the engine's plain backward."""
     dtype = row_dtype(call.q)
+    o, z = output.saved_out if output.saved_out.numel() else output.y, output.saved_lse
     do = torch.empty_like(call.q)
     # <gate * dy, o'>: dalpha, and the sink's gradient up to row factors.
     along_o = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
@@ -73,7 +71,7 @@ def epilogue_backward(dy: Tensor, o: Tensor, z: Tensor, call: Call) -> RowGradie
     dgate = None if call.gate is None else torch.empty_like(call.gate)
     du = None if call.beta is None else torch.empty(*call.v.shape[:2], *call.q.shape[2:], dtype=dtype, device=o.device)
     for rows, u in _value_tiles(call):
-        alpha, beta, gate = (_rows(x, rows) for x in (call.alpha, call.beta, call.gate))
+        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
         g, o_rows = dy[:, :, rows], o[:, :, rows]
         if gate is not None:
             per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)
@@ -85,21 +83,23 @@ def epilogue_backward(dy: Tensor, o: Tensor, z: Tensor, call: Call) -> RowGradie
             groups = _groups(g.to(dtype), u)
             dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
             du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
+    dq, dk, dv = attention_backward(do, o, z)
+    if du is not None:
+        dv = (dv + _values_backward(du, call)).to(call.v.dtype)
     dsink = None
-    if call.sink is not None:
+    if isinstance(call.sink, Tensor):
         along = along_o if call.alpha is None else along_o * call.alpha
         # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
-        sink = rows_of(call.sink, slice(None)).to(dtype)
+        sink = sink_rows(call, slice(None))
         dsink = -torch.exp(torch.where(z == sink, 0.0, sink - z)) * along
         dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
-    return RowGradients(
-        do,
-        None if du is None else _values_backward(du, call),
-        dsink,
-        None if call.alpha is None else along_o.to(call.alpha.dtype),
-        None if dbeta is None else dbeta.to(call.beta.dtype),
-        dgate,
-    )
+    dalpha = None if call.alpha is None else along_o.to(call.alpha.dtype)
+    return dq, dk, dv, dsink, dalpha, None if dbeta is None else dbeta.to(call.beta.dtype), dgate
+
+
+def fake_sums(call: Call) -> Tensor:
+    """What :func:`finish` saves as sums: nothing."""
+    return torch.empty(0, dtype=row_dtype(call.q), device=call.q.device)
 
 
 def _value_tiles(call: Call) -> Iterator[tuple[slice, Tensor | None]]:
@@ -127,10 +127,6 @@ def _values_backward(du: Tensor, call: Call) -> Tensor:
     sums = du.flip(2).cumsum(2).flip(2)
     older = sums[:, :, :1].expand(-1, -1, call.tk - call.tq, -1)
     return torch.cat((older, sums), 2)
-
-
-def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
-    return None if x is None else x[:, :, rows]
 
 
 def _groups(x: Tensor, u: Tensor) -> Tensor:

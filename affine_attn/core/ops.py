@@ -17,14 +17,15 @@ from affine_attn.core.call import Call, Flat
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
-    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, str logit"
+    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, str logit, float? constant_sink"
 )
 
 
 class Output(NamedTuple):
     y: Tensor
     saved_out: Tensor  # attention output after the sink; empty where y itself is that
-    saved_lse: Tensor  # its log-sum-exp, fp32 [B, H, Tq]; empty where the engine recomputes
+    saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
+    saved_sums: Tensor  # sums of tiles of v; empty where nothing needs them
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -35,45 +36,45 @@ Backward = Callable[[Call, Tensor, Output], Gradients]
 def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[[Call], Tensor]:
     """Define ``affine_attn::name`` and its backward; returns the differentiable function of a call."""
 
-    def run(*flat) -> tuple[Tensor, Tensor, Tensor]:
+    def run(*flat) -> tuple[Tensor, ...]:
         return tuple(forward(Flat(*flat).call()))
 
-    def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, *flat) -> list[Tensor]:
-        gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse))
+    def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
+        gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse, sums))
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
             dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
             for x, gradient in zip(flat[:7], gradients, strict=True)
         ]
 
-    def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, *flat) -> list[Tensor]:
+    def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:7]]
 
     op = torch.library.custom_op(
-        f"affine_attn::{name}", run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+        f"affine_attn::{name}", run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     op.register_fake(lambda *flat: tuple(fake(Flat(*flat).call())))
     op_backward = torch.library.custom_op(
         f"affine_attn::{name}_backward",
         run_backward,
         mutates_args=(),
-        schema=f"(Tensor dy, Tensor y, Tensor out, Tensor lse, {_ARGUMENTS}) -> Tensor[]",
+        schema=f"(Tensor dy, Tensor y, Tensor out, Tensor lse, Tensor sums, {_ARGUMENTS}) -> Tensor[]",
     )
     op_backward.register_fake(fake_backward)
 
     def setup_context(ctx, inputs, output):
         tensors, ctx.options = inputs[:10], inputs[10:]
-        y, out, lse = output
+        y, out, lse, sums = output
         # y is kept only where it doubles as the attention output that the backward needs.
         y = y if lse.numel() and not out.numel() else lse.new_empty(0)
-        ctx.save_for_backward(y, out, lse, *tensors)
+        ctx.save_for_backward(y, out, lse, sums, *tensors)
         ctx.set_materialize_grads(False)
 
-    def autograd_backward(ctx, dy, _dout, _dlse):
-        y, out, lse, *tensors = ctx.saved_tensors
+    def autograd_backward(ctx, dy, *_):
+        y, out, lse, sums, *tensors = ctx.saved_tensors
         if dy is None:
             return (None,) * (len(tensors) + len(ctx.options))
-        gradients = op_backward(dy, y, out, lse, *tensors, *ctx.options)
+        gradients = op_backward(dy, y, out, lse, sums, *tensors, *ctx.options)
         given = [None if x is None else gradient for x, gradient in zip(tensors[:7], gradients, strict=True)]
         return (*given, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 

@@ -29,7 +29,7 @@ def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     visible = call.visible(*everything)
     k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
     s = scores(call, k, visible, *everything, matmul=matmul)
-    p, _ = probabilities(s, rows_of(call.sink, slice(0, call.tq)))
+    p, _ = probabilities(s, sink_rows(call, everything[0]))
     w = weights(p, visible, call.alpha, call.beta)
     y = grouped_matmul(w, v.to(w.dtype), matmul)
     if call.gate is not None:
@@ -63,7 +63,7 @@ def probabilities(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None
     """Stage 2: p [B, H, rows, keys] and the sink's own probability [B, H, rows, 1]."""
     pivot = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), float("-inf"))
     if sink is not None:
-        sink = sink.to(s.dtype)[..., None]
+        sink = sink[..., None]
         pivot = torch.maximum(pivot, sink.detach())
     # A row without keys and without a sink has no maximum; any finite pivot gives it p = 0 and finite gradients.
     pivot = torch.where(pivot == float("-inf"), 0.0, pivot)
@@ -108,5 +108,13 @@ def row_dtype(x: Tensor) -> torch.dtype:
 
 
 def rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
-    """A block of rows of a stage input; a per-head vector [H] becomes [H, 1]."""
-    return None if x is None else x[:, None] if x.ndim == 1 else x[:, :, rows]
+    """A block of rows of a stage input [B, H, Tq, ...]."""
+    return None if x is None else x[:, :, rows]
+
+
+def sink_rows(call: Call, rows: slice) -> Tensor | None:
+    """The sink of a block of rows, broadcastable to [B, H, rows], in the precision of row statistics."""
+    if call.sink is None:
+        return None
+    sink = torch.as_tensor(call.sink, dtype=row_dtype(call.q), device=call.q.device)
+    return sink if sink.ndim == 0 else sink[:, None] if sink.ndim == 1 else sink[:, :, rows]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from affine_attn.core.call import checked_call
 from affine_attn.core.masks import Mask
-from affine_attn.core.reference import probabilities, row_dtype, rows_of, scores
+from affine_attn.core.reference import probabilities, row_dtype, scores, sink_rows
 from affine_attn.core.spec import Logit
 
 
@@ -46,7 +46,7 @@ def attention_stats(
             continue
         visible = call.visible(rows, keys)
         s = scores(call, k, visible, rows, keys)
-        p, p_sink = probabilities(s, rows_of(call.sink, rows))
+        p, p_sink = probabilities(s, sink_rows(call, rows))
         entropy[:, :, rows] = torch.special.entr(p).sum(-1)
         mass[:, :, rows] = p.sum(-1)
         if p_sink is not None:

@@ -17,6 +17,7 @@ from affine_attn.core.reference import (
     row_dtype,
     rows_of,
     scores,
+    sink_rows,
     weights,
 )
 
@@ -34,7 +35,7 @@ def forward(call: Call) -> Output:
         w = weights(p, visible, rows_of(call.alpha, rows), rows_of(call.beta, rows))
         out = grouped_matmul(w, v[:, :, keys])
         y[:, :, rows] = out if call.gate is None else out * call.gate[:, :, rows]
-    return Output(y, y.new_empty(0), y.new_empty(0))
+    return Output(y, *(y.new_empty(0) for _ in range(3)))
 
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
@@ -42,7 +43,8 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     k, v = call.k.to(dtype), call.v.to(dtype)
     dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
     dsink, dalpha, dbeta, dgate = (
-        None if x is None else torch.zeros_like(x, dtype=dtype) for x in (call.sink, call.alpha, call.beta, call.gate)
+        torch.zeros_like(x, dtype=dtype) if isinstance(x, Tensor) else None
+        for x in (call.sink, call.alpha, call.beta, call.gate)
     )
     for rows, keys in call.blocks():
         p, p_sink, visible = _probabilities(call, k, rows, keys)
@@ -74,12 +76,12 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         dk[:, :, keys] += _sum_over_group(ds, call.q[:, :, rows].to(dtype), k)
     inputs = (call.q, call.k, call.v, call.sink, call.alpha, call.beta, call.gate)
     gradients = (dq, dk, dv, dsink, dalpha, dbeta, dgate)
-    return tuple(None if x is None else d.to(x.dtype) for x, d in zip(inputs, gradients, strict=True))
+    return tuple(None if d is None else d.to(x.dtype) for x, d in zip(inputs, gradients, strict=True))
 
 
 def _probabilities(call: Call, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor]:
     visible = call.visible(rows, keys)
-    p, p_sink = probabilities(scores(call, k, visible, rows, keys), rows_of(call.sink, rows))
+    p, p_sink = probabilities(scores(call, k, visible, rows, keys), sink_rows(call, rows))
     return p, p_sink, visible
 
 
@@ -91,7 +93,7 @@ def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
 
 def fake(call: Call) -> Output:
     y = torch.empty_like(call.q)
-    return Output(y, y.new_empty(0), y.new_empty(0))
+    return Output(y, *(y.new_empty(0) for _ in range(3)))
 
 
 _LOOK_ON = ("cpu", "cuda")

@@ -50,7 +50,7 @@ def run(call: Call) -> Tensor:
         enable_gqa=call.heads != call.k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    o, z = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call.sink)
+    o, z = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
     u = None if call.beta is None else _VisibleValues.apply(call.v, call)
     return combine(o, u, call.alpha, call.beta, call.gate, row_dtype(q)).to(q.dtype)
 

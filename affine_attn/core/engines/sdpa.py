@@ -6,12 +6,14 @@ sink-adjusted (o', z'), so dq and dk are exact although the kernel knows nothing
 Which aten operator runs (its *kernel*) depends on the machine: cuDNN or flash on CUDA, flash-for-CPU on the CPU.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from affine_attn.core import epilogue, fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines import stock
-from affine_attn.core.epilogue import epilogue, epilogue_backward, rescale_by_sink
 from affine_attn.core.ops import Gradients, Output, register
 from affine_attn.core.quarantine import quarantined, quarantined_backward
 from affine_attn.core.reference import row_dtype
@@ -32,30 +34,25 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> Output:
     o, z = stock.forward(_row_scaled(call), call.k, call.v, call.scale, call.mask.causal, call.mask.window)
-    o, z = rescale_by_sink(o, z, call.sink)
-    if _is_plain(call):
-        y = _like_q(o, call)
-        return Output(y, y.new_empty(0), z.contiguous())
-    return Output(epilogue(o, call), _like_q(o, call), z.contiguous())
+    output = _stages(call).finish(call, _like_q(o, call), z.contiguous())
+    return output._replace(y=_like_q(output.y, call))
 
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
-    o = output.y if _is_plain(call) else output.saved_out
-    rows = epilogue_backward(dy, o, output.saved_lse, call)
-    q = _row_scaled(call)
-    dq, dk, dv = stock.backward(
-        rows.do, q, call.k, call.v, o, output.saved_lse, call.scale, call.mask.causal, call.mask.window
-    )
-    if rows.dv is not None:
-        dv = (dv + rows.dv).to(call.v.dtype)
+    def attention_backward(do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return stock.backward(
+            do, _row_scaled(call), call.k, call.v, o, lse, call.scale, call.mask.causal, call.mask.window
+        )
+
+    dq, *rest = _stages(call).gradients(call, dy, output, attention_backward)
     if isinstance(call.logit, LogN):
         dq = (dq * _row_scale(call)).to(call.q.dtype)
-    return dq, dk, dv, rows.dsink, rows.dalpha, rows.dbeta, rows.dgate
+    return dq, *rest
 
 
-def _is_plain(call: Call) -> bool:
-    """y is the (sink-adjusted) attention output itself."""
-    return call.alpha is None and call.beta is None and call.gate is None
+def _stages(call: Call) -> ModuleType:
+    """Where stages 2 to 4 run: fused kernels, or torch."""
+    return epilogue if fused.why_not(call) else fused
 
 
 def _row_scaled(call: Call) -> Tensor:
@@ -76,7 +73,8 @@ def _like_q(x: Tensor, call: Call) -> Tensor:
 def fake(call: Call) -> Output:
     y = torch.empty_like(call.q)
     z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
-    return Output(y, y.new_empty(0) if _is_plain(call) else torch.empty_like(y), z)
+    is_plain = call.alpha is None and call.beta is None and call.gate is None
+    return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).fake_sums(call))
 
 
 _LOOK_ON = ("cpu",)

@@ -1,0 +1,343 @@
+"""Alpha and its moving average: one commit per optimizer step, whatever happens between two steps."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from affine_attn import Affine, AlphaGate, AttentionLayer, AttentionSpec, Mask, commit_alpha, track_alpha
+from affine_attn.core import alpha as alpha_module
+from affine_attn.core.alpha import linear_clipping
+
+DIM, HEADS = 8, 2
+
+
+def _gate(**affine) -> AlphaGate:
+    return AlphaGate(DIM, HEADS, Affine(**affine), init_std=0.5).train()
+
+
+def _layer(**affine) -> AttentionLayer:
+    return AttentionLayer(DIM, HEADS, attention=AttentionSpec(affine=Affine(**affine)), init_std=0.5).train()
+
+
+def _step(model: nn.Module, batches: list[Tensor], optimizer: torch.optim.Optimizer, **kwargs) -> None:
+    optimizer.zero_grad()
+    for x in batches:
+        model(x, **kwargs).square().sum().backward()
+    optimizer.step()
+
+
+def _tracked_sgd(model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    track_alpha(model, optimizer)
+    return optimizer
+
+
+def _mean_alpha(gate: AlphaGate, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The mean of alpha over tokens, from the formula."""
+    alpha = (0.1 * x @ gate.w_a.T + 0.5).clamp(0, 1)
+    return alpha.flatten(0, 1).mean(0) if valid is None else alpha[valid].mean(0)
+
+
+@pytest.mark.parametrize(("x", "y"), [(-6, 0), (-5, 0), (-2, 0.3), (0, 0.5), (2, 0.7), (5, 1), (6, 1)])
+def test_linear_clipping_has_the_paper_s_values(x, y):
+    assert linear_clipping(torch.tensor(float(x), dtype=torch.float64)).item() == pytest.approx(y, abs=1e-15)
+
+
+@pytest.mark.parametrize(("x", "slope"), [(-5.5, 0.0), (-4.9, 0.1), (0.0, 0.1), (4.9, 0.1), (5.5, 0.0)])
+def test_linear_clipping_has_slope_a_tenth_inside_and_none_outside(x, slope):
+    at = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    linear_clipping(at).backward()
+    assert at.grad.item() == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    ("affine", "expected"),
+    [
+        ({}, lambda z: (0.1 * z + 0.5).clamp(0, 1)),
+        ({"phi": "sigmoid"}, lambda z: 1 / (1 + torch.exp(-z))),
+        ({"alpha_range": 2.0}, lambda z: 2 * (0.1 * z + 0.5).clamp(0, 1)),
+    ],
+    ids=["linear_clipping", "sigmoid", "alpha_range"],
+)
+def test_alpha_is_phi_of_a_projection_per_head(affine, expected):
+    gate = _gate(**affine)
+    x = 4 * torch.randn(2, 5, DIM)
+    torch.testing.assert_close(gate(x), expected(x @ gate.w_a.T).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("length", "n"),
+    [(0, [1, 2, 3, 4]), (3, [3, 3, 3, 4]), (2048, [2048] * 4), ("keys", [4] * 4)],
+    ids=str,
+)
+def test_beta_divides_by_the_larger_of_length_and_visible_keys(length, n):
+    gate = _gate(length=length, start=0.7)
+    alpha = torch.rand(1, HEADS, 4)
+    torch.testing.assert_close(gate.beta(alpha, Mask(), 4), (0.7 - alpha) / torch.tensor(n))
+
+
+def test_the_average_of_a_constant_alpha_is_the_paper_s_sequence():
+    gate = _gate()
+    nn.init.zeros_(gate.w_a)
+    optimizer = _tracked_sgd(gate)
+    for expected in (0.05, 0.095, 0.1355):
+        _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+        torch.testing.assert_close(gate.alpha_ma, torch.full((HEADS,), expected))
+
+
+def test_a_forward_uses_the_average_from_before_the_step():
+    """Use, then update: the forward itself must not move alpha_ma, or beta would depend on the micro-batch."""
+    gate = _gate(start=0.3)
+    gate(torch.randn(2, 3, DIM))
+    assert gate.alpha_ma.tolist() == pytest.approx([0.3] * HEADS)
+
+
+@pytest.mark.parametrize("sizes", [[8], [2, 2, 2, 2], [1, 4, 1, 2]], ids=str)
+def test_micro_batches_do_not_change_the_average(sizes):
+    """The mean is over tokens, so a small micro-batch must not weigh as much as a large one."""
+    gate, x = _gate(), torch.randn(8, 3, DIM)
+    _step(gate, list(x.split(sizes)), _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x))
+
+
+def test_micro_batches_of_different_lengths_are_weighted_by_their_tokens():
+    gate, short, long = _gate(), torch.randn(1, 2, DIM), torch.randn(1, 11, DIM)
+    _step(gate, [short, long], _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, torch.cat((short, long), 1)))
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module, use_reentrant: bool):
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The reentrant kind recomputes only if an input wants a gradient.
+        return checkpoint(self.layer, x.clone().requires_grad_(), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("sizes", [[4], [1, 3]], ids=str)
+def test_activation_checkpointing_does_not_change_the_average(use_reentrant, sizes):
+    layer, x = _layer(), torch.randn(4, 5, DIM)
+    model = _Checkpointed(layer, use_reentrant)
+    _step(model, list(x.split(sizes)), _tracked_sgd(model))
+    torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x))
+
+
+def test_padding_tokens_are_not_averaged():
+    layer, x = _layer(), torch.randn(2, 5, DIM)
+    padding = torch.tensor([[False, False, True, True, True], [True] * 5])
+    x[~padding] = 50.0  # would show in the mean
+    _step(layer, [x], _tracked_sgd(layer), mask=Mask(padding=padding))
+    torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x, padding))
+
+
+def _forward_in_eval(gate: AlphaGate, x: Tensor) -> None:
+    gate.eval()(x)
+
+
+@torch.no_grad()
+def _forward_without_grad(gate: AlphaGate, x: Tensor) -> None:
+    gate(x)
+
+
+@pytest.mark.parametrize("forward", [_forward_in_eval, _forward_without_grad])
+def test_the_average_is_frozen_outside_training(forward):
+    gate = _gate(start=0.25)
+    forward(gate, torch.randn(2, 3, DIM))
+    commit_alpha(gate)
+    assert gate.alpha_ma.tolist() == [0.25] * HEADS
+
+
+def test_evaluation_between_two_steps_leaves_no_trace():
+    gate, x = _gate(), torch.randn(2, 3, DIM)
+    optimizer = _tracked_sgd(gate)
+    gate.eval()(100 * torch.randn(2, 3, DIM))
+    _step(gate.train(), [x], optimizer)
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x))
+
+
+def test_tracking_twice_commits_once(monkeypatch):
+    commits = []
+    monkeypatch.setattr(alpha_module, "commit_alpha", lambda *args: commits.append(args))
+    gate = _gate()
+    optimizer = _tracked_sgd(gate)
+    track_alpha(gate, optimizer)
+    _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+    assert len(commits) == 1
+
+
+def test_a_second_optimizer_of_the_same_step_does_not_decay_the_average():
+    layer, x = _layer(), torch.randn(2, 3, DIM)
+    first, second = _tracked_sgd(layer), _tracked_sgd(layer)
+    _step(layer, [x], first)
+    second.step()
+    torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x))
+
+
+def test_one_average_for_all_heads():
+    gate, x = _gate(per_head=False), torch.randn(2, 3, DIM)
+    _step(gate, [x], _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, (0.1 * _mean_alpha(gate, x).mean()).expand(HEADS))
+
+
+def test_no_gradient_reaches_the_average():
+    gate = _gate()
+    assert not gate.alpha_ma.requires_grad
+    _step(gate, [torch.randn(2, 3, DIM)], _tracked_sgd(gate))
+    assert not gate.alpha_ma.requires_grad
+
+
+# 0.1 and its neighbours have no exact bfloat16 or float16 value: any rounding shows.
+UNROUNDED = torch.tensor([0.1, 0.123456789])
+
+
+def _with_average() -> AlphaGate:
+    gate = _gate()
+    gate.alpha_ma.copy_(UNROUNDED)
+    return gate
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda gate: gate.to(torch.bfloat16),
+        lambda gate: gate.half(),
+        lambda gate: gate.double(),
+        lambda gate: gate.to(torch.bfloat16).float(),
+        copy.deepcopy,
+        lambda gate: copy.deepcopy(gate.to(torch.bfloat16)),
+    ],
+    ids=["bfloat16", "half", "double", "there_and_back", "deepcopy", "bfloat16_deepcopy"],
+)
+def test_the_average_stays_unrounded_float32(convert):
+    gate = convert(_with_average())
+    assert gate.alpha_ma.dtype == torch.float32
+    assert torch.equal(gate.alpha_ma, UNROUNDED)
+
+
+def test_a_bfloat16_gate_still_averages_in_float32():
+    gate, x = _gate().to(torch.bfloat16), torch.randn(2, 300, DIM).to(torch.bfloat16)
+    _step(gate, [x], _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate.float(), x.float()), rtol=1e-5, atol=0)
+
+
+def test_alpha_is_float32_under_autocast():
+    gate, x = _gate(), torch.randn(2, 3, DIM)
+    exact = gate(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate(x), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_round_trip(dtype):
+    saved = _with_average().to(dtype).state_dict()
+    assert set(saved) == {"w_a", "alpha_ma"}
+    gate = _gate().to(dtype)
+    gate.load_state_dict(saved)
+    assert torch.equal(gate.alpha_ma, UNROUNDED)
+    assert torch.equal(gate.w_a, saved["w_a"])
+
+
+def test_a_deep_copy_has_its_own_average():
+    gate = _gate()
+    twin = copy.deepcopy(gate)
+    _step(twin, [torch.randn(2, 3, DIM)], _tracked_sgd(twin))
+    assert gate.alpha_ma.tolist() == [0.0] * HEADS
+    assert twin.alpha_ma.min() > 0
+
+
+def test_start_as_softmax_is_exactly_the_softmax_layer_and_can_learn():
+    spec = AttentionSpec(affine=Affine(alpha_range=2.0, start=1.0))
+    affine, plain = (AttentionLayer(16, 4, 2, attention=a, init_std=0.5) for a in (spec, "softmax"))
+    affine.load_state_dict(plain.state_dict(), strict=False)
+    nn.init.zeros_(affine.alpha.w_a)
+    x = torch.randn(2, 9, 16)
+    y = affine(x)
+    assert torch.equal(y, plain(x))
+    y.square().sum().backward()
+    assert affine.alpha.w_a.grad.abs().min() > 0
+
+
+def test_a_loop_that_never_commits_is_warned():
+    gate = _gate()
+    optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+    _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+    with pytest.warns(UserWarning, match="track_alpha"):
+        _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+
+
+def _tracked_loop(gate: AlphaGate) -> None:
+    optimizer = _tracked_sgd(gate, lr=0.1)
+    for _ in range(3):
+        _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+
+
+def _loop_with_explicit_commits(gate: AlphaGate) -> None:
+    optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+    for _ in range(3):
+        _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+        commit_alpha(gate)
+
+
+def _gradient_accumulation(gate: AlphaGate) -> None:
+    _step(gate, [torch.randn(2, 3, DIM) for _ in range(4)], torch.optim.SGD(gate.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("loop", [_tracked_loop, _loop_with_explicit_commits, _gradient_accumulation])
+def test_a_proper_loop_is_not_warned(loop):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(_gate())
+
+
+RANKS, STEPS = 2, 3
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(_layer(), nn.Tanh(), _layer())
+
+
+def _data() -> Tensor:
+    return torch.randn(STEPS, RANKS * 2, 5, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def _train(model: nn.Module, data: Tensor) -> Tensor:
+    optimizer = _tracked_sgd(model, lr=0.5)
+    for x in data:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return torch.stack([gate.alpha_ma for gate in alpha_module.alpha_gates(model)])
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    averages = []
+    for broadcast_buffers in (True, False):
+        model = DistributedDataParallel(_small_model(), broadcast_buffers=broadcast_buffers)
+        averages.append(_train(model, _data().chunk(RANKS, 1)[rank]))
+    torch.save(averages, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_agree_with_one_process_on_the_whole_batch(tmp_path):
+    """Each rank sees other data; DDP broadcasts buffers from rank 0 by default, which must not lose rank 1's part."""
+    # Forked, because a fresh interpreter spends ten times the test's own time on importing torch.
+    mp.start_processes(_rank, args=(str(tmp_path),), nprocs=RANKS, start_method="fork")
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(RANKS)]
+    expected = _train(_small_model(), _data())
+    assert not torch.allclose(_train(_small_model(), _data()[:, :2]), expected)  # rank 0's data alone differs
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected)

@@ -1,0 +1,193 @@
+"""Bad input gets one line that names the argument and what was given; ``explain`` names engines and reasons."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from affine_attn import (
+    Affine,
+    Alibi,
+    AttentionLayer,
+    AttentionSpec,
+    LogN,
+    Mask,
+    Rope,
+    ScaleInvariant,
+    attention,
+    attention_stats,
+    explain,
+    variant,
+)
+
+B, H, KV, T, D = 2, 4, 2, 5, 8
+Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)
+ROWS = torch.rand(B, H, T)
+
+
+def call(**changes) -> Callable:
+    return lambda: attention(**({"q": Q, "k": K, "v": V} | changes))
+
+
+def masked(**options) -> Callable:
+    return lambda: attention(Q, K, V, Mask(**options))
+
+
+def on_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.to("meta")
+
+
+BAD: dict[str, tuple[Callable, str]] = {
+    # q, k, v
+    "q_not_a_tensor": (call(q=[1.0]), r"^q must be a Tensor, got list"),
+    "q_3d": (call(q=Q[0]), r"^q must have 4 dimensions .*got \[4, 5, 8\]"),
+    "k_5d": (call(k=K[None]), r"^k must have 4 dimensions .*got \[1, 2, 2, 5, 8\]"),
+    "v_2d": (call(v=V[0, 0]), r"^v must have 4 dimensions .*got \[5, 8\]"),
+    "integers": (call(q=Q.long()), r"^q must be a floating point tensor, got torch.int64"),
+    "mixed_dtypes": (call(v=V.bfloat16()), r"dtype.*torch.float32 for q and torch.bfloat16 for v"),
+    "mixed_devices": (call(k=on_meta(K)), r"^k is on meta, q is on cpu"),
+    "batches": (call(q=Q[:1]), r"q \[1, 4, 5, 8\] and k \[2, 2, 5, 8\] must agree in batch"),
+    "head_dims": (call(q=Q[..., :4]), r"q \[2, 4, 5, 4\] and k \[2, 2, 5, 8\] must agree in .*head_dim"),
+    "key_and_value_lengths": (call(v=V[:, :, :4]), r"k and v .*same shape, got \[2, 2, 5, 8\] and \[2, 2, 4, 8\]"),
+    "heads_do_not_divide": (call(q=Q[:, :3]), r"q has 3 heads, k has 2.*multiple"),
+    "no_kv_heads": (call(k=K[:, :0], v=V[:, :0]), r"q has 4 heads, k has 0.*multiple"),
+    "statistics_too": (lambda: attention_stats(Q, K[0]), r"^k must have 4 dimensions .*got \[2, 5, 8\]"),
+    "explain_too": (lambda: explain(Q[0], K, V), r"^q must have 4 dimensions .*got \[4, 5, 8\]"),
+    # stages
+    "scale": (call(scale="large"), r"scale.*'large'"),
+    "logit_name": (call(logit="alibi"), r"^logit must be None, ScaleInvariant, LogN or Alibi, got 'alibi'"),
+    "logit_class": (call(logit=Alibi), r"^logit must be .*got <class"),
+    "logit_not_causal": (
+        call(logit=ScaleInvariant(), mask=Mask(causal=False)),
+        r"^logit ScaleInvariant needs a causal mask, got Mask\(causal=False\)",
+    ),
+    "sink_name": (call(sink="learned"), r"sink.*'learned'"),
+    "sink_list": (call(sink=[0.0, 1.0]), r"sink.*(list|\[0\.0, 1\.0\])"),
+    "sink_per_kv_head": (call(sink=torch.zeros(KV)), r"^sink must have shape \[4\] or \[2, 4, 5\], got \[2\]"),
+    "sink_dtype": (call(sink=torch.zeros(H).half()), r"^sink must be torch.float32.*got torch.float16"),
+    "sink_device": (call(sink=on_meta(torch.zeros(H))), r"^sink is on meta, q is on cpu"),
+    "alpha_number": (call(alpha=0.5), r"^alpha must be a Tensor, got float"),
+    "alpha_shape": (call(alpha=ROWS[..., None]), r"^alpha must have shape \[2, 4, 5\], got \[2, 4, 5, 1\]"),
+    "alpha_dtype": (call(alpha=ROWS.double()), r"^alpha must be torch.float32.*got torch.float64"),
+    "alpha_device": (call(alpha=on_meta(ROWS)), r"^alpha is on meta, q is on cpu"),
+    "beta_shape": (call(beta=ROWS[:, :KV]), r"^beta must have shape \[2, 4, 5\], got \[2, 2, 5\]"),
+    "beta_dtype": (call(beta=ROWS.long()), r"^beta must be torch.float32.*got torch.int64"),
+    "gate_shape": (
+        call(gate=Q[..., :3]),
+        r"^gate must have shape \[2, 4, 5, 8\] or \[2, 4, 5, 1\], got \[2, 4, 5, 3\]",
+    ),
+    "gate_without_channels": (call(gate=ROWS), r"^gate must have shape .*got \[2, 4, 5\]"),
+    "gate_dtype": (call(gate=Q.double()), r"^gate must be torch.float32.*got torch.float64"),
+    # masks
+    "mask_none": (call(mask=None), r"^mask must be a Mask, got NoneType"),
+    "mask_tensor": (call(mask=torch.ones(T, T)), r"^mask must be a Mask, got Tensor"),
+    "window_0": (masked(window=0), r"window must be an integer >= 1 .*got 0"),
+    "window_minus_1": (masked(window=-1), r"window must be an integer >= 1 .*got -1"),
+    "window_true": (masked(window=True), r"window must be an integer >= 1 .*got True"),
+    "window_float": (masked(window=2.0), r"window must be an integer >= 1 .*got 2.0"),
+    "window_not_causal": (masked(window=2, causal=False), r"window needs causal=True, got causal=False"),
+    "documents_list": (masked(documents=[[0] * T] * B), r"documents must be a Tensor, got list"),
+    "documents_float": (
+        masked(documents=torch.zeros(B, T)),
+        r"documents must be an? integer tensor, got torch.float32",
+    ),
+    "documents_shape": (
+        masked(documents=torch.zeros(T, dtype=torch.long)),
+        r"documents must have shape \[2, 5\], got \[5\]",
+    ),
+    "padding_integers": (masked(padding=torch.ones(B, T).long()), r"padding must be a bool tensor, got torch.int64"),
+    "padding_shape": (masked(padding=torch.ones(B, 4).bool()), r"padding must have shape \[2, 5\], got \[2, 4\]"),
+    "padding_device": (masked(padding=on_meta(torch.ones(B, T).bool())), r"padding is on meta, q is on cpu"),
+    "lengths_bool": (masked(lengths=torch.ones(B).bool()), r"lengths must be an? integer tensor, got torch.bool"),
+    "lengths_shape": (masked(lengths=torch.tensor([5])), r"lengths must have shape \[2\], got \[1\]"),
+    # engines
+    "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
+    "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),
+    "sdpa_window": (call(impl="sdpa", mask=Mask(window=2)), r"^impl='sdpa' cannot run this call: .*window"),
+    "sdpa_documents": (
+        call(impl="sdpa", mask=Mask(documents=torch.zeros(B, T, dtype=torch.long))),
+        r"^impl='sdpa' cannot run this call: .*mask.documents",
+    ),
+    "sdpa_distance": (
+        call(impl="sdpa", logit=ScaleInvariant()),
+        r"^impl='sdpa' cannot run this call: .*ScaleInvariant.*i-j",
+    ),
+    "sdpa_empty_rows": (
+        call(impl="sdpa", k=K[:, :, :3], v=V[:, :, :3]),
+        r"^impl='sdpa' cannot .*more queries than keys",
+    ),
+    "flex_backward": (
+        call(impl="flex", q=Q.clone().requires_grad_()),
+        r"^impl='flex' cannot run this call: .*no backward on the CPU",
+    ),
+    # specs
+    "tau_0": (lambda: ScaleInvariant(tau=0.0), r"tau must be > 0, got 0"),
+    "tau_negative": (lambda: ScaleInvariant(tau=-1.0), r"tau must be > 0, got -1"),
+    "tau_nan": (lambda: ScaleInvariant(tau=float("nan")), r"tau must be > 0, got nan"),
+    "logn_length": (lambda: LogN(length=1), r"length must be an integer > 1, got 1"),
+    "phi": (lambda: Affine(phi="relu"), r"phi must be 'linear_clipping' or 'sigmoid', got 'relu'"),
+    "affine_length": (lambda: Affine(length=-1), r"length must be an integer >= 0 or 'keys', got -1"),
+    "affine_length_name": (lambda: Affine(length="visible"), r"length must be .*'keys', got 'visible'"),
+    "momentum": (lambda: Affine(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+    "alpha_range": (lambda: Affine(alpha_range=0.0), r"alpha_range must be > 0, got 0"),
+    "spec_logit": (lambda: AttentionSpec(logit="alibi"), r"logit must be None or one of .*Alibi, got 'alibi'"),
+    "spec_sink_name": (lambda: AttentionSpec(sink="fixed"), r"sink must be None, a number or 'learned', got 'fixed'"),
+    "spec_sink_list": (lambda: AttentionSpec(sink=[0.0]), r"sink must be None, a number or 'learned', got \[0.0\]"),
+    "spec_affine": (lambda: AttentionSpec(affine=True), r"affine must be None or Affine\(...\), got True"),
+    "spec_gate": (
+        lambda: AttentionSpec(gate="sigmoid"),
+        r"gate must be None, 'elementwise' or 'headwise', got 'sigmoid'",
+    ),
+    "dict_entry": (lambda: AttentionSpec.from_dict({"sinks": 0.0}), r"unknown entries \['sinks'\].*sink"),
+    "dict_affine_entry": (lambda: AttentionSpec.from_dict({"affine": {"lenght": 4}}), r"lenght.*length"),
+    "dict_logit_kind": (lambda: AttentionSpec.from_dict({"logit": {"kind": "alibbi"}}), r"logit.*alibi.*'alibbi'"),
+    "dict_logit_entry": (
+        lambda: AttentionSpec.from_dict({"logit": {"kind": "scale_invariant", "tua": 3.0}}),
+        r"tua.*tau",
+    ),
+    "dict_logit_name": (lambda: AttentionSpec.from_dict({"logit": "alibi"}), r"logit.*'alibi'"),
+    "variant_nearly": (lambda: variant("afine"), r"'afine'.*did you mean 'affine'.*scale_invariant"),
+    "variant_unknown": (lambda: variant("xyz"), r"'xyz'.*affine.*scale_invariant"),
+    # layers
+    "layer_variant": (lambda: AttentionLayer(16, 4, attention="afine"), r"'afine'.*did you mean 'affine'"),
+    "layer_attention_none": (lambda: AttentionLayer(16, 4, attention=None), r"attention.*None"),
+    "layer_kv_heads": (lambda: AttentionLayer(16, 4, 3), r"heads \(4\) must be a multiple of kv_heads \(3\)"),
+    "layer_dim": (lambda: AttentionLayer(16, 3), r"dim \(16\) must be a multiple of heads \(3\)"),
+    "layer_odd_head_dim_with_rope": (lambda: AttentionLayer(12, 4), r"head_dim.*3"),
+    "layer_cache_without_positions": (
+        lambda: AttentionLayer(16, 4)(torch.randn(1, 2, 16), cache=object()),
+        r"positions must be given together with a cache",
+    ),
+    "rope_kind": (lambda: Rope(kind="yarn"), r"kind must be 'rope', 'p_rope' or 'p_rope_top', got 'yarn'"),
+    "rope_theta": (lambda: Rope(theta=0.0), r"theta must be > 0, got 0"),
+    "rope_p": (lambda: Rope(kind="p_rope_top", p=1.5), r"p must be in \(0, 1\], got 1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_that_names_it(case):
+    function, pattern = BAD[case]
+    with pytest.raises(ValueError, match=pattern) as error:
+        function()
+    assert "\n" not in str(error.value)
+
+
+def test_explain_names_the_engine_that_runs_and_why_the_others_do_not():
+    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, Mask(window=2)).splitlines())
+    assert lines["blocked"].startswith("runs this call")
+    assert lines["sdpa"] == "cannot, the CPU operator has no sliding window"
+    assert lines["reference"] == "could, but blocked is preferred"
+    assert lines.keys() == {"sdpa", "flex", "blocked", "reference"}
+
+
+def test_explain_follows_an_explicit_impl():
+    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, impl="reference").splitlines())
+    assert lines["reference"].startswith("runs this call")
+    assert lines["sdpa"] == "could, but reference was asked for"
+
+
+def test_explain_agrees_with_what_runs():
+    """The engine named by explain is the one attention takes: naming it gives the same bits."""
+    for mask in (Mask(), Mask(window=3), Mask(causal=False)):
+        chosen = next(line.split(":")[0] for line in explain(Q, K, V, mask).splitlines() if "runs this call" in line)
+        assert torch.equal(attention(Q, K, V, mask), attention(Q, K, V, mask, impl=chosen))

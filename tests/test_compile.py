@@ -1,0 +1,149 @@
+"""Compiled in one graph, traced as operators, or recomputed: the numbers are those of eager."""
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
+from affine_attn.core.accuracy import Shape, random_inputs, value_and_gradients
+from affine_attn.core.call import checked_call
+from tests.cases import SPECS
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
+# Each engine that is an operator, on a call that has every stage.
+CALLS = {
+    "sdpa": (SPECS["sink+affine+gate"], Mask()),
+    "sdpa_plain": (SPECS["softmax"], Mask()),
+    "sdpa_logn": (SPECS["logn"], Mask(causal=False)),
+    "blocked": (SPECS["scale_invariant+sink+affine+headwise"], Mask(documents=DOCUMENTS)),
+    "blocked_window": (SPECS["affine_gated"], Mask(window=3)),
+}
+
+
+def _inputs(case: str, tq: int = 9, dtype: torch.dtype = torch.float32) -> dict:
+    return random_inputs(CALLS[case][0], Shape(1, 4, 2, tq, 9, 8), dtype)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def _assert_same(compiled: dict[str, Tensor], eager: dict[str, Tensor], **tolerance):
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+@pytest.mark.parametrize("tq", [9, 4])
+@pytest.mark.parametrize("case", CALLS)
+def test_one_graph_with_the_same_values_and_gradients(case, tq):
+    """fullgraph=True raises on any graph break, in the forward or while the backward is traced."""
+    impl, (_, mask) = case.split("_")[0], CALLS[case]
+    inputs = _inputs(case, tq)
+    dy = torch.randn_like(inputs["q"])
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    results = [
+        value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy)
+        for function in (compiled, attention)
+    ]
+    _assert_same(*results)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_trusts_the_layouts_that_the_operator_promises():
+    """The one slow case: generated code around the operator reads its outputs and gradients by their fake strides."""
+
+    def function(q: Tensor, gate: Tensor, **rest) -> Tensor:
+        return attention(2 * q.transpose(1, 2), gate=torch.sigmoid(gate), **rest) + 1
+
+    inputs = _inputs("sdpa")
+    inputs["q"] = inputs["q"].transpose(1, 2).contiguous()
+    dy = torch.randn(inputs["gate"].shape)
+    compiled = torch.compile(function, fullgraph=True)
+    _assert_same(value_and_gradients(compiled, inputs, dy), value_and_gradients(function, inputs, dy))
+
+
+@pytest.mark.parametrize("name", ["affine_gated", "scale_invariant", "logn", "sink"])
+def test_a_compiled_layer_trains_like_an_eager_one(name):
+    layer = AttentionLayer(16, 4, 2, attention=VARIANTS[name].spec, init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    results = []
+    for run in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+    for compiled, eager in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_compiled_layer_adds_to_the_same_alpha_sums(padded):
+    layer = AttentionLayer(16, 4, 2, attention="affine", init_std=0.3).train()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :4] = False
+    mask = Mask(padding=padding) if padded else Mask()
+    batches = torch.randn(3, 2, 9, 16)
+    sums = []
+    for run in (compiled, layer):
+        layer.alpha._sum.zero_()
+        layer.alpha._count.zero_()
+        for x in batches:
+            run(x, mask).sum().backward()
+        sums.append((layer.alpha._sum.clone(), layer.alpha._count.clone()))
+    assert sums[1][1] == 3 * (14 if padded else 18)
+    torch.testing.assert_close(sums[0], sums[1])
+
+
+@pytest.mark.parametrize("stages", ["every_stage", "plain"])
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_operators_keep_the_rules_of_torch_library(engine, stages):
+    """Schema, fake implementation, autograd registration and tracing with symbolic shapes."""
+    case = engine if stages == "every_stage" else "sdpa_plain"
+    mask = CALLS[case][1]
+    arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
+    leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    call = checked_call(mask=mask, **leaves)
+    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, tuple(call.flat()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_fake_outputs_have_the_real_strides(engine, transposed, dtype):
+    """A compiled graph trusts the fake layout; projections hand over transposed q, k, v."""
+    inputs = _inputs(engine, dtype=dtype)
+    if transposed:
+        for name in ("q", "k", "v"):
+            inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+    arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
+    leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    flat = tuple(checked_call(mask=CALLS[engine][1], **leaves).flat())
+    torch.library.opcheck(
+        getattr(torch.ops.affine_attn, engine).default, flat, test_utils=("test_faketensor", "test_aot_dispatch_static")
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["affine_gated", "sink", "scale_invariant"])
+def test_activation_checkpointing_gives_identical_gradients(name, use_reentrant):
+    layer = AttentionLayer(16, 4, 2, attention=VARIANTS[name].spec, init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    results = []
+    for run in (lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), layer):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        results.append([leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_new_length_recompiles_and_stays_right():
+    layer = AttentionLayer(16, 4, attention=AttentionSpec(logit=ScaleInvariant(), affine=Affine()), init_std=0.3).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 9, 12):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x))

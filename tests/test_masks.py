@@ -1,0 +1,133 @@
+"""Who sees whom: everything a mask derives, against the definition written out pair by pair."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from affine_attn import Mask
+
+CPU = torch.device("cpu")
+
+
+def _sees(mask: Mask, b: int, i: int, j: int, tq: int, tk: int) -> bool:
+    """The definition: queries are the last Tq of the filled slots, and every restriction must allow the pair."""
+    length = tk if mask.lengths is None else int(mask.lengths[b])
+    p = length - tq + i
+    if j >= length:
+        return False
+    if mask.causal and j > p:
+        return False
+    if mask.window is not None and not p - mask.window < j <= p:
+        return False
+    # A query in front of the first slot belongs to no document.
+    if mask.documents is not None and (p < 0 or mask.documents[b, j] != mask.documents[b, p]):
+        return False
+    return mask.padding is None or bool(mask.padding[b, j])
+
+
+def _table(mask: Mask, batch: int, tq: int, tk: int) -> list[list[list[bool]]]:
+    return [[[_sees(mask, b, i, j, tq, tk) for j in range(tk)] for i in range(tq)] for b in range(batch)]
+
+
+@st.composite
+def cases(draw) -> tuple[Mask, int, int, int]:
+    batch, tq, tk = draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.integers(1, 8))
+
+    def rows(element: st.SearchStrategy, width: int) -> torch.Tensor:
+        row = st.lists(element, min_size=width, max_size=width)
+        return torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
+
+    causal = draw(st.booleans())
+    mask = Mask(
+        causal=causal,
+        window=draw(st.none() | st.integers(1, tk + 2)) if causal else None,
+        # Ids may come back after another document, be negative or far apart.
+        documents=rows(st.sampled_from([0, 1, -3, 10**6]), tk) if draw(st.booleans()) else None,
+        padding=rows(st.booleans(), tk) if draw(st.booleans()) else None,
+        lengths=rows(st.integers(0, tk), 1)[:, 0] if draw(st.booleans()) else None,
+    )
+    return mask, batch, tq, tk
+
+
+MANY = settings(max_examples=250, deadline=None)
+
+
+@MANY
+@given(cases())
+def test_visible_is_the_definition(case):
+    mask, batch, tq, tk = case
+    visible = mask.visible(tq, tk, CPU, slice(0, tq), slice(0, tk))
+    assert visible.expand(batch, 1, tq, tk)[:, 0].tolist() == _table(mask, batch, tq, tk)
+
+
+@MANY
+@given(cases())
+def test_count_is_the_number_of_visible_keys(case):
+    mask, batch, tq, tk = case
+    expected = [[sum(row) for row in rows] for rows in _table(mask, batch, tq, tk)]
+    assert mask.count(tq, tk, CPU).expand(batch, 1, tq)[:, 0].tolist() == expected
+
+
+@MANY
+@given(cases())
+def test_first_is_the_first_visible_slot_or_minus_one(case):
+    mask, batch, tq, tk = case
+    expected = [[row.index(True) if any(row) else -1 for row in rows] for rows in _table(mask, batch, tq, tk)]
+    assert mask.first(tq, tk, CPU).expand(batch, 1, tq)[:, 0].tolist() == expected
+
+
+@MANY
+@given(cases(), st.data())
+def test_key_range_covers_what_a_block_of_rows_sees(case, data):
+    mask, batch, tq, tk = case
+    start = data.draw(st.integers(0, tq - 1))
+    stop = data.draw(st.integers(start + 1, tq))
+    keys = mask.key_range(tq, tk, slice(start, stop))
+    assert 0 <= keys.start <= keys.stop <= tk
+    table = _table(mask, batch, tq, tk)
+    seen = {j for rows in table for row in rows[start:stop] for j in range(tk) if row[j]}
+    assert seen <= set(range(keys.start, keys.stop))
+
+
+@MANY
+@given(cases(), st.data())
+def test_a_block_of_visible_is_a_cut_of_the_whole(case, data):
+    mask, _, tq, tk = case
+    rows = slice(data.draw(st.integers(0, tq)), tq)
+    keys = slice(data.draw(st.integers(0, tk)), tk)
+    whole = mask.visible(tq, tk, CPU, slice(0, tq), slice(0, tk))
+    assert torch.equal(mask.visible(tq, tk, CPU, rows, keys), whole[:, :, rows, keys])
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "keys"),
+    [
+        (None, slice(0, 4), slice(0, 14)),
+        (3, slice(0, 4), slice(8, 14)),
+        (3, slice(8, 10), slice(16, 20)),
+    ],
+)
+def test_key_range_is_tight_for_causal_and_windowed_rows(window, rows, keys):
+    """Ten queries after ten older keys; a range that is merely correct would cost time."""
+    assert Mask(window=window).key_range(10, 20, rows) == keys
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_document_ids_may_be_any_integer_of_their_type(dtype):
+    """Hashes serve as ids; arithmetic on them must not overflow into another document."""
+    large = torch.iinfo(dtype).max
+    documents = torch.tensor([[large, 0, large - 1, large, -large, 0, -large, large // 2 + 1]], dtype=dtype)
+    mask = Mask(documents=documents)
+    table = _table(mask, 1, 8, 8)[0]
+    assert mask.count(8, 8, CPU)[0, 0].tolist() == [sum(row) for row in table]
+    assert mask.first(8, 8, CPU)[0, 0].tolist() == [row.index(True) for row in table]
+
+
+def test_count_and_first_make_no_table_of_pairs():
+    """At this length a table of pairs would be 2^40 entries."""
+    tokens = 2**20
+    documents = torch.arange(tokens)[None] // 1000
+    mask = Mask(documents=documents, padding=torch.ones(1, tokens, dtype=torch.bool))
+    assert mask.count(tokens, tokens, CPU)[0, 0, [0, 999, 1000, 12345]].tolist() == [1, 1000, 1, 346]
+    assert mask.first(tokens, tokens, CPU)[0, 0, [0, 999, 1000, 12345]].tolist() == [0, 0, 1000, 12000]
