@@ -113,7 +113,7 @@ def test_key_range_is_tight_for_causal_and_windowed_rows(window, rows, keys):
     assert Mask(window=window).key_range(10, 20, rows) == keys
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_document_ids_may_be_any_integer_of_their_type(dtype):
     """Hashes serve as ids; arithmetic on them must not overflow into another document."""
     large = torch.iinfo(dtype).max

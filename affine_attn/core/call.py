@@ -14,8 +14,8 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, decode_logit, encode_logit
 
 
-# Scores that may exist at once: 2^22 fp32 entries are 16 MiB, near the cache, and the blocks stay matmul-sized.
-_SCORES_AT_ONCE = 2**22
+# Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
+_SCORES_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,9 @@ def checked_call(
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
+            )
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be a floating point tensor, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
@@ -146,6 +148,8 @@ def checked_call(
         _check_stage("beta", beta, rows, q)
     if gate is not None:
         _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
+    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     return Call(q, k, value, mask, dim**-0.5 if scale is None else float(scale), logit, sink, alpha, beta, gate)
 
 

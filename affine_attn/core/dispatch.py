@@ -60,6 +60,8 @@ def explain(
             lines.append(f"{name}: runs this call ({engine.DESCRIPTION})")
         elif reason is not None:
             lines.append(f"{name}: cannot, {reason}")
+        elif name not in order(call):
+            lines.append(f"{name}: only by name, since it builds the dense matrix on the CPU")
         else:
             lines.append(f"{name}: could, but {chosen} {'was asked for' if impl != 'auto' else 'is preferred'}")
     return "\n".join(lines)

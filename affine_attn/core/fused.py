@@ -7,6 +7,7 @@ the sign of its dy rows in place for the duration of the stock backward. One ker
 """
 
 import importlib.util
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,16 +20,18 @@ from affine_attn.core.ops import Gradients, Output
 # Tokens of a tile and warps of a program, by padded head_dim.
 _TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 8), 256: (32, 8)}
 
-# Tile sums read at once when carries are added up.
-_CHUNK = 32
+# Flags and sums of later tiles read at once in the backward, and its software pipelining over the heads of a group.
+_FLAGS, _CHUNK, _STAGES = 128, 16, 2
+# Columns that one program of the prefix kernel walks down, and how.
+_PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
 
 def why_not(call: Call) -> str | None:
     """Why the fused epilogue cannot serve this call, or None."""
-    if call.q.device.type != "cuda" and not _interpreted():
+    if (reason := triton_missing()) is not None:
+        return reason
+    if call.q.device.type != "cuda" and not interpreted():
         return "Triton kernels need a CUDA device"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if call.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the fused epilogue takes bfloat16, float16 or float32, not {call.q.dtype}"
     if call.q.shape[-1] > 256:
@@ -36,10 +39,20 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def _interpreted() -> bool:
-    """Triton's CPU interpreter, which the tests use."""
+@cache
+def triton_missing() -> str | None:
+    """Why Triton cannot be used at all, or None. Looked up once: it is asked on every call."""
     if importlib.util.find_spec("triton") is None:
-        return False
+        return "triton is not installed"
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return None if version >= (3, 6) else f"triton {triton.__version__} is older than 3.6"
+
+
+@cache
+def interpreted() -> bool:
+    """Triton's CPU interpreter, which the tests use."""
     from triton import knobs
 
     return knobs.runtime.interpret
@@ -81,19 +94,19 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    sums = _value_sums(call, tiling)
+    prefix = _value_prefix(call, tiling)
     sink, constant = (None, call.sink) if isinstance(call.sink, float) else (call.sink, 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, head_dim = call.q.shape
-    kernels.epilogue_kernel[(-(-queries // tiling.tokens), batch * call.k.shape[1])](
-        o, z, call.v, sums, sink, alpha, beta, gate, y, lse,
+    kernels.epilogue_kernel[(heads, -(-queries // tiling.tokens), batch)](
+        o, z, call.v, prefix, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
         heads, call.k.shape[1], queries, tiling.older, tiling.n_older, tiling.tiles, constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
         GATE=_gate_kind(gate), KEEP_OUT=not in_place, CAUSAL=call.mask.causal,
-        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, CHUNK=_CHUNK, num_warps=tiling.warps,
+        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, num_warps=tiling.warps,
     )  # fmt: skip
-    return Output(y, o.new_empty(0) if in_place else o, lse, lse.new_empty(0) if sums is None else sums)
+    return Output(y, o.new_empty(0) if in_place else o, lse, lse.new_empty(0) if prefix is None else prefix)
 
 
 def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
@@ -121,20 +134,20 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
     dgate = None if gate is None else torch.empty_like(gate)
-    sums = totals = ready = None
+    prefix = totals = ready = None
     query_tiles = -(-queries // tiling.tokens)
     if beta is not None:
-        sums = output.saved_sums
+        prefix = output.saved_sums
         totals = torch.empty(batch * kv_heads, query_tiles, tiling.d, dtype=torch.float32, device=dy.device)
         ready = torch.zeros(batch * kv_heads, query_tiles, dtype=torch.int32, device=dy.device)
     kernels.epilogue_backward_kernel[(query_tiles * batch * kv_heads,)](
-        dy, o, output.saved_lse, call.v, sums, sink, alpha, beta, gate,
+        dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate,
         dv, dsink, dalpha, dbeta, dgate, totals, ready,
         *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate), *_strides(dv),
         *_sink_strides(sink), batch, heads, kv_heads, queries,
         tiling.older, tiling.n_older, tiling.tiles, query_tiles,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
-        GATE=_gate_kind(gate), CAUSAL=call.mask.causal, CHUNK=_CHUNK, **shared,
+        GATE=_gate_kind(gate), CAUSAL=call.mask.causal, FLAGS=_FLAGS, CHUNK=_CHUNK, STAGES=_STAGES, **shared,
     )  # fmt: skip
     if totals is not None and (not call.mask.causal or tiling.older):
         # Keys that every query sees get the whole sum.
@@ -154,22 +167,23 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves as sums."""
     tiling = _tiling(call)
-    shape = (0,) if call.beta is None else (call.v.shape[0] * call.v.shape[1], tiling.tiles, tiling.d)
+    shape = (0,) if call.beta is None else (call.v.shape[0] * call.v.shape[1], tiling.tiles + 1, tiling.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _value_sums(call: Call, tiling: _Tiling) -> Tensor | None:
+def _value_prefix(call: Call, tiling: _Tiling) -> Tensor | None:
     if call.beta is None:
         return None
     from affine_attn.core.kernels import epilogue as kernels
 
     batch, kv_heads, keys, head_dim = call.v.shape
-    sums = fake_sums(call)
-    kernels.value_sums_kernel[(tiling.tiles, batch * kv_heads)](
-        call.v, sums, *_strides(call.v), kv_heads, keys, tiling.first, tiling.tiles,
-        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, num_warps=tiling.warps,
+    prefix = fake_sums(call)
+    columns = min(_PREFIX_SLICE, tiling.d)
+    kernels.value_prefix_kernel[(batch * kv_heads, tiling.d // columns)](
+        call.v, prefix, *_strides(call.v), kv_heads, keys, tiling.first, tiling.tiles,
+        HEAD_DIM=head_dim, D=tiling.d, SLICE=columns, T=tiling.tokens, STAGES=_PREFIX_STAGES, num_warps=_PREFIX_WARPS,
     )  # fmt: skip
-    return sums
+    return prefix
 
 
 def _sink_kind(sink: Tensor | float | None) -> int:
@@ -195,4 +209,4 @@ def _rows(x: Tensor | None) -> Tensor | None:
 
 def _is_dense(x: Tensor) -> bool:
     """Rows may be negated in place only where no two elements share memory."""
-    return x.stride(-1) == 1 and x.stride() == torch.empty_like(x, device="meta").stride()
+    return x.is_contiguous() or (x.stride(-1) == 1 and x.stride() == torch.empty_like(x, device="meta").stride())

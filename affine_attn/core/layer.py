@@ -46,9 +46,15 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"AttentionLayer: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
         if head_dim is None and dim % heads:
             raise ValueError(f"AttentionLayer: dim ({dim}) must be a multiple of heads ({heads}), or give head_dim")
+        if not isinstance(attention, AttentionSpec | str):
+            raise ValueError(
+                f"AttentionLayer: attention must be a variant's name or an AttentionSpec, got {attention!r}"
+            )
         self.spec = variant(attention) if isinstance(attention, str) else attention
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = dim // heads if head_dim is None else head_dim
+        if rope is not None and self.head_dim % 2:
+            raise ValueError(f"AttentionLayer: head_dim must be even for RoPE, got {self.head_dim}; or give rope=None")
         self.rope, self.layer_idx, self.init_std = rope, layer_idx, init_std
         width = heads * self.head_dim
         self.q_proj = nn.Linear(dim, width, bias=qkv_bias)
@@ -104,9 +110,10 @@ class AttentionLayer(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, D], k and v [B, Hkv, T, D], normed but not rotated."""
         shape = (-1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, shape))
-        k = self.k_norm(self.k_proj(x).unflatten(-1, shape))
         v = self.v_proj(x).unflatten(-1, shape)
+        # Autocast on CUDA returns norms in fp32; q, k and v share a dtype.
+        q = self.q_norm(self.q_proj(x).unflatten(-1, shape)).to(v.dtype)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, shape)).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
@@ -120,6 +127,4 @@ class AttentionLayer(nn.Module):
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
         sink = self.sinks if self.spec.sink == "learned" else self.spec.sink
-        return attention(
-            q, k, v, mask, logit=self.spec.logit, sink=sink, alpha=alpha, beta=beta, gate=gate, impl=impl
-        )
+        return attention(q, k, v, mask, logit=self.spec.logit, sink=sink, alpha=alpha, beta=beta, gate=gate, impl=impl)

@@ -28,7 +28,7 @@ class Mask:
                 raise ValueError(f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}")
             if not self.causal:
                 raise ValueError("Mask: window needs causal=True, got causal=False")
-        for name, kinds in (("documents", "integer"), ("padding", "bool"), ("lengths", "integer")):
+        for name, kinds in (("documents", "an integer"), ("padding", "a bool"), ("lengths", "an integer")):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
@@ -36,8 +36,8 @@ class Mask:
                 raise ValueError(f"Mask: {name} must be a Tensor, got {type(tensor).__name__}")
             is_bool = tensor.dtype == torch.bool
             is_integer = not (is_bool or tensor.is_floating_point() or tensor.is_complex())
-            if not (is_bool if kinds == "bool" else is_integer):
-                raise ValueError(f"Mask: {name} must be a {kinds} tensor, got {tensor.dtype}")
+            if not (is_bool if kinds == "a bool" else is_integer):
+                raise ValueError(f"Mask: {name} must be {kinds} tensor, got {tensor.dtype}")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class Mask:
         if self.documents is None:
             key_id = torch.zeros(batch, tk, dtype=torch.int64, device=device)
         else:
-            key_id = self.documents.to(torch.int64)
+            key_id = _dense(self.documents)
         codes = torch.where(real, key_id * tk + slot, _NO_KEY).sort(dim=1).values
         p = self.positions(tq, tk, device).expand(batch, tq)
         row_id = key_id.gather(1, p.clamp(min=0)) if tk else p
@@ -143,3 +143,10 @@ class Mask:
         upto = torch.searchsorted(codes, (row_id * tk + high).contiguous(), right=True)
         nowhere = (p < 0) if self.documents is not None else torch.zeros_like(p, dtype=torch.bool)
         return codes, before, torch.where(nowhere | (high < low), before, upto)
+
+
+def _dense(ids: Tensor) -> Tensor:
+    """Ids of each row renumbered 0, 1, ... in order: any int64 id, a hash say, then multiplies without overflow."""
+    ordered, index = ids.to(torch.int64).sort(dim=1)
+    rank = (ordered.diff(dim=1) != 0).long().cumsum(1)
+    return torch.zeros_like(index).scatter_(1, index[:, 1:], rank).scatter_(1, index[:, :1], 0)

@@ -79,7 +79,30 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
         return (*given, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 
     op.register_autograd(autograd_backward, setup_context=setup_context)
-    return lambda call: op(*call.flat())[0]
+
+    class Eager(torch.autograd.Function):
+        """The same functions without the operator's dispatch, which costs more than a small kernel runs."""
+
+        @staticmethod
+        def forward(ctx, *flat):
+            output = forward(Flat(*flat).call())
+            setup_context(ctx, flat, output)
+            return output.y
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, dy):
+            y, out, lse, sums, *tensors = ctx.saved_tensors
+            if dy is None:
+                return (None,) * (len(tensors) + len(ctx.options))
+            gradients = backward(Flat(*tensors, *ctx.options).call(), dy, Output(y, out, lse, sums))
+            return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
+
+    def run_call(call: Call) -> Tensor:
+        is_traced = torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
+        return op(*call.flat())[0] if is_traced else Eager.apply(*call.flat())
+
+    return run_call
 
 
 def _laid_out_like(x: Tensor, gradient: Tensor) -> Tensor:

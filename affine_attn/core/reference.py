@@ -34,7 +34,21 @@ def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     y = grouped_matmul(w, v.to(w.dtype), matmul)
     if call.gate is not None:
         y = call.gate.to(y.dtype) * y
-    return y.masked_fill(poisoned, float("nan")).to(call.q.dtype)
+    return _Poison.apply(y, poisoned).to(call.q.dtype)
+
+
+class _Poison(torch.autograd.Function):
+    """NaN where a row sees a bad entry; a loss that reads one of these gets NaN gradients, any other none of them."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, poisoned: Tensor) -> Tensor:
+        ctx.save_for_backward(poisoned)
+        return y.masked_fill(poisoned, float("nan"))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (poisoned,) = ctx.saved_tensors
+        return dy.masked_fill(poisoned & (dy != 0), float("nan")), None
 
 
 def scores(
@@ -71,7 +85,8 @@ def probabilities(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None
     total = e.sum(-1, keepdim=True)
     if sink is None:
         return e / torch.where(total == 0, 1.0, total), None
-    e_sink = torch.exp(sink - pivot)
+    # A sink of +inf is its own pivot: inf - inf would be NaN where it takes everything.
+    e_sink = torch.exp(torch.where(torch.isposinf(sink), 0.0, sink - pivot))
     total = total + e_sink
     total = torch.where(total == 0, 1.0, total)
     return e / total, e_sink / total

@@ -6,7 +6,6 @@ layer; formulas of the logit stage live here, because every engine needs the sam
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -118,7 +117,8 @@ class AttentionSpec:
     def __post_init__(self):
         if self.logit is not None and not isinstance(self.logit, Logit):
             raise ValueError(f"AttentionSpec: logit must be None or one of {_names()}, got {self.logit!r}")
-        if isinstance(self.sink, str) and self.sink != "learned":
+        is_number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
+        if not (self.sink is None or self.sink == "learned" or is_number):
             raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
             raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
@@ -141,18 +141,26 @@ class AttentionSpec:
         return cls(
             logit=_logit_from_dict(data.get("logit")),
             sink=float(sink) if sink in ("inf", "-inf") else sink,
-            affine=None if affine is None else Affine(**affine),
+            affine=None if affine is None else _from_fields(Affine, affine),
             gate=data.get("gate"),
         )
 
 
 def encode_logit(logit: Logit | None) -> str:
     """One string for a logit: custom operators take strings, not objects."""
-    return json.dumps(_logit_to_dict(logit))
+    # Dynamo traces this and knows neither json nor dataclasses: plain names and numbers.
+    if logit is None:
+        return ""
+    if isinstance(logit, ScaleInvariant):
+        return f"scale_invariant {logit.tau}"
+    return f"logn {logit.length}" if isinstance(logit, LogN) else "alibi"
 
 
 def decode_logit(text: str) -> Logit | None:
-    return _logit_from_dict(json.loads(text))
+    kind, _, argument = text.partition(" ")
+    if kind == "scale_invariant":
+        return ScaleInvariant(float(argument))
+    return LogN(int(argument)) if kind == "logn" else Alibi() if kind else None
 
 
 def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:
@@ -165,11 +173,20 @@ def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:
 def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
     if data is None:
         return None
+    if not isinstance(data, dict):
+        raise ValueError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in _LOGITS:
         raise ValueError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
-    return _LOGITS[kind](**fields)
+    return _from_fields(_LOGITS[kind], fields)
+
+
+def _from_fields(kind: type, data: Any) -> Any:
+    known = sorted(field.name for field in dataclasses.fields(kind))
+    if not isinstance(data, dict) or set(data) - set(known):
+        raise ValueError(f"{kind.__name__}: entries must be among {known}, got {data!r}")
+    return kind(**data)
 
 
 def _names() -> str:

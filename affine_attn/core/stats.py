@@ -12,7 +12,7 @@ from affine_attn.core.spec import Logit
 
 
 class AttentionStats(NamedTuple):
-    """fp32. Rows without visible keys have zeros; max_logit of a head without any visible key is -inf."""
+    """fp32. A row without visible keys has zeros, and a sink mass of 1 if there is a sink; max_logit of nothing is -inf."""
 
     entropy: Tensor  # [B, H, Tq] of p, the weights before alpha and beta: -sum p log p
     first_token: Tensor  # [B, H, Tq] weight w on the first visible key
@@ -41,6 +41,8 @@ def attention_stats(
     logit_sum = torch.zeros(q.shape[:2], dtype=torch.float64, device=q.device)
     max_logit = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     first = mask.first(call.tq, call.tk, q.device)
+    if call.sink is not None:
+        sink_mass.fill_(1.0)  # of rows without keys; every other row is written below
     for rows, keys in call.blocks():
         if keys.stop == keys.start:
             continue

@@ -37,8 +37,8 @@ def variant(name: str) -> AttentionSpec:
     """The spec of a named variant."""
     if name not in VARIANTS:
         nearest = get_close_matches(name, VARIANTS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"unknown variant {name!r}{hint} Allowed: {', '.join(VARIANTS)}")
+        hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
+        raise ValueError(f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}")
     return VARIANTS[name].spec
 
 

@@ -5,6 +5,8 @@ call is cut into pieces whose causal part is square; pieces over different keys 
 backward needs no merging: with the merged output and log-sum-exp each piece's stock backward is already exact.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -32,9 +34,15 @@ def kernel(q: Tensor, k: Tensor, window: int | None) -> str:
     """The operator that :func:`forward` calls."""
     if q.device.type == "cpu":
         return "flash_for_cpu"
-    if window is None and q.shape[-1] <= 128 and q.shape[2] > 1 and torch.cuda.get_device_capability(q.device)[0] >= 9:
+    if window is None and q.shape[-1] <= 128 and q.shape[2] > 1 and _major(q.device) >= 9:
         return "cudnn"
     return "flash"
+
+
+@cache
+def _major(device: torch.device) -> int:
+    """Major compute capability; asked on every call, so looked up once."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def forward(
@@ -95,7 +103,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(do, q, k, v, o, z, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     lse = z.view(*q.shape[:3], 1)
-    rest = (none, none, None, none, none, q.shape[2], k.shape[2], 0.0, causal)
+    rest = (none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
     return aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, o, lse, *rest, scale=scale)
 
 
