@@ -41,7 +41,9 @@ def bench(
     """Time the family against the strongest stock attention on this machine (needs a source checkout)."""
     script = Path(__file__).parent.parent / "benchmarks" / "run.py"
     if not script.exists():
-        console.print("[red]bench needs a source checkout: benchmarks/run.py is not part of the installed package[/red]")
+        console.print(
+            "[red]bench needs a source checkout: benchmarks/run.py is not part of the installed package[/red]"
+        )
         raise typer.Exit(2)
     sys.argv = [str(script), *(arguments or [])]
     runpy.run_path(str(script), run_name="__main__")

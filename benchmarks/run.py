@@ -1,7 +1,7 @@
 """Times the attention family side by side with the strongest stock attention; run it with ``make bench``.
 
 Every case is first checked against the tolerance rule on a small shape of its kind: a wrong engine is not timed.
-Results go to benchmarks/results/<device>.csv, one row per (shape, what, mode).
+Results go to benchmarks/results/<device>.csv, one row per (shape, what, mode), and from there into the README.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import csv
 import multiprocessing
 import platform
 import re
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,9 +21,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn import VARIANTS, attention
+from affine_attn import VARIANTS, Mask, attention
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
+from affine_attn.core.call import checked_call
+from affine_attn.core.dispatch import choose
 from affine_attn.measure import side_by_side
+from benchmarks import readme
 from benchmarks.cases import CPU_SHAPES, CUDA_SHAPES, baselines
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,6 +57,8 @@ def main() -> None:
     path = arguments.output or RESULTS / f"{slug(device_name(device))}.csv"
     write(path, rows)
     console.print(f"wrote {path}")
+    if arguments.output is None:
+        readme.main()
 
 
 def bench_shape(name: str, shape: Shape, device: torch.device, variants: list[str], rounds: int) -> list[dict]:
@@ -67,9 +71,11 @@ def bench_shape(name: str, shape: Shape, device: torch.device, variants: list[st
     for variant in variants:
         errors[variant] = checked_error(variant, shape, dtype, device)
         functions[variant] = (random_inputs(VARIANTS[variant].spec, shape, dtype, device), attention)
-    dense = f"affine, dense ({'eager' if device.type == 'cuda' else 'reference'})"
     if device.type == "cpu":
-        functions[dense] = (random_inputs(VARIANTS["affine"].spec, shape, dtype, device), dense_attention)
+        functions["affine, dense reference"] = (
+            random_inputs(VARIANTS["affine"].spec, shape, dtype, device),
+            dense_attention,
+        )
     rows = []
     for mode in ("forward", "forward+backward"):
         prepared = {label: step(inputs, function, mode) for label, (inputs, function) in functions.items()}
@@ -131,10 +137,6 @@ def dense_attention(**inputs) -> Tensor:
 
 
 def engine_of(label: str, inputs: dict) -> str:
-    from affine_attn.core.call import checked_call
-    from affine_attn.core.dispatch import choose
-    from affine_attn.core.masks import Mask
-
     if label not in VARIANTS:
         return label
     leaves = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -163,13 +165,16 @@ def _peak_of_process(label: str, shape: Shape, mode: str) -> float:
     tiny = replace(shape, batch=1, tq=64, tk=64)
     step(random_inputs(VARIANTS[variant].spec, tiny), function, mode)()
     run = step(random_inputs(VARIANTS[variant].spec, shape), function, mode)
-    before = _peak_rss_mib()
+    # Making the inputs took more than a step does: start the high-water mark afresh.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory_mib("VmRSS")
     run()
-    return _peak_rss_mib() - before
+    return _memory_mib("VmHWM") - before
 
 
-def _peak_rss_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _memory_mib(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s*(\d+) kB", status).group(1)) / 1024
 
 
 def device_name(device: torch.device) -> str:

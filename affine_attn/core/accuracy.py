@@ -113,9 +113,7 @@ def deviations(
     return [_deviation(name, measured[name], yardstick[name], truth, rounding) for name, truth in exact.items()]
 
 
-def _rounding(
-    exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask: Mask, scale: float | None
-) -> float:
+def _rounding(exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask: Mask, scale: float | None) -> float:
     arguments = {"sink": None, "alpha": None, "beta": None, "gate": None, **exact_inputs}
     call = checked_call(**arguments, mask=mask, scale=scale)
     everything = slice(0, call.tq), slice(0, call.tk)

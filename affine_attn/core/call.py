@@ -13,7 +13,6 @@ from torch import Tensor
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, decode_logit, encode_logit
 
-
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_AT_ONCE = 2**20
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from affine_attn.core.call import Call
 
-
 DESCRIPTION = "dense torch: the definition of correctness"
 
 

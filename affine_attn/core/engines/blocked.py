@@ -23,6 +23,7 @@ from affine_attn.core.reference import (
 
 DESCRIPTION = "query-blocked torch with recompute: any logit, any mask, linear memory"
 
+
 def why_not(call: Call) -> str | None:
     return None
 

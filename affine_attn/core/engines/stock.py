@@ -45,9 +45,7 @@ def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
     name = kernel(q, k, window)
     if name == "flash" and window is not None:
         return _window_forward(q, k, v, scale, window)

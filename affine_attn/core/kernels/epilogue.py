@@ -299,5 +299,7 @@ def epilogue_backward_kernel(
                 o_c = c + tl.arange(0, CHUNK)
                 # Written by other programs of this launch: read past the L1 cache, always in the same order.
                 p_total = p_totals + o_c[:, None] * D + o_d[None, :]
-                b_later += tl.sum(tl.load(p_total, mask=(o_c < query_tiles)[:, None], other=0.0, cache_modifier=".cg"), 0)
+                b_later += tl.sum(
+                    tl.load(p_total, mask=(o_c < query_tiles)[:, None], other=0.0, cache_modifier=".cg"), 0
+                )
             tl.store(p_slot, (b_dv + b_later[None, :]).to(p_dv.dtype.element_ty), mask=m_td)
