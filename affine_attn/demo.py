@@ -1,5 +1,7 @@
 """``affine-attn demo``: what runs each variant on this machine, how exact it is, and what it costs."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -47,15 +49,15 @@ def run_demo(console: Console) -> None:
     )
 
 
-def _engine_and_reasons(inputs: dict) -> tuple[str, list[str]]:
-    leaves = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    call = checked_call(**({"sink": None, "alpha": None, "beta": None, "gate": None} | leaves), mask=Mask(), scale=None)
+def _engine_and_reasons(inputs: dict[str, Any]) -> tuple[str, list[str]]:
+    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    call = checked_call(**{"sink": None, "alpha": None, "beta": None, "gate": None, **leaves}, mask=Mask(), scale=None)
     reasons = {name: engine.why_not(call) for name, engine in ENGINES.items()}
     return choose(call, "auto"), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
 
 
-def _time_over_plain(inputs: dict, device: torch.device) -> float:
-    leaves = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+def _time_over_plain(inputs: dict[str, Any], device: torch.device) -> float:
+    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     dy = torch.randn_like(q)
     functions = {

@@ -1,7 +1,7 @@
 """Timing side by side: functions take turns in every round, so drift of the machine cancels in their ratio."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Timing(NamedTuple):
 
 
 def side_by_side(
-    functions: dict[str, Callable[[], object]],
+    functions: Mapping[str, Callable[[], object]],
     baseline: str,
     device: torch.device,
     rounds: int = 7,

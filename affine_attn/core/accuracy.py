@@ -1,7 +1,7 @@
 """How far an engine is from the truth, and how far it may be: the one tolerance rule of tests, demo and benchmarks.
 
 The truth is the reference in float64 on the same (already rounded) inputs. The yardstick is the reference with its two
-matrix products in the inputs' precision. An engine's y and every gradient must satisfy, in the maximum and the RMS norm,
+matrix products in the inputs' precision. An engine's y and every gradient must satisfy, in the maximum and RMS norm,
 
     error(engine) <= 2 * error(yardstick) + rounding
     rounding = (2 eps + eps_rows * (largest logit + largest weight gradient)) * (1 + norm(truth))
@@ -73,7 +73,7 @@ def random_inputs(
     if spec.gate is not None:
         tensors["gate"] = torch.sigmoid(randn(*rows, s.head_dim if spec.gate == "elementwise" else 1))
     row_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    inputs = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    inputs: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     inputs |= {name: tensor.to(device, row_dtype) for name, tensor in fp32.items()}
     if isinstance(spec.sink, float):
         inputs["sink"] = spec.sink
@@ -131,7 +131,7 @@ def _deviation(name: str, x: Tensor, yardstick: Tensor, truth: Tensor, rounding:
     if not x.numel():
         return Deviation(name, 0.0, 0.0, True)
     error, expected = x.double() - truth, yardstick.double() - truth
-    ratios = []
+    ratios: list[tuple[float, float]] = []
     for norm in (lambda t: t.square().mean().sqrt(), lambda t: t.abs().max()):
         size = 1 + norm(truth)
         ratios.append((float(norm(error) / size), float(2 * norm(expected) / size) + rounding))

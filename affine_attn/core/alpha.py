@@ -1,8 +1,8 @@
 """Affine scaling's alpha: the gate, its moving average, and the one commit per optimizer step.
 
-A training forward only adds to a local (sum, count). ``track_alpha(model, optimizer)`` turns the sums of all layers into
-one all-reduce and one update after each optimizer step: use, then update. So micro-batches, activation recomputation
-(sum and count grow together) and data-parallel ranks cannot skew the average.
+A training forward only adds to a local (sum, count). ``track_alpha(model, optimizer)`` turns the sums of all layers
+into one all-reduce and one update after each optimizer step: use, then update. So micro-batches, activation
+recomputation (sum and count grow together) and data-parallel ranks cannot skew the average.
 """
 
 import warnings

@@ -62,7 +62,7 @@ class Call:
 
     def flat(self) -> "Flat":
         m, logit = self.mask, encode_logit(self.logit)
-        sink, constant = (None, self.sink) if isinstance(self.sink, float) else (self.sink, None)
+        sink, constant = (self.sink, None) if isinstance(self.sink, Tensor) else (None, self.sink)
         tensors = (self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate, m.documents, m.padding, m.lengths)
         return Flat(*tensors, m.causal, m.window, self.scale, logit, constant)
 

@@ -55,8 +55,8 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     y = torch.empty_like(call.q)
     dtype = row_dtype(call.q)
     for rows, u in _value_tiles(call):
-        stages = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-        y[:, :, rows] = combine(o[:, :, rows], u, *stages, dtype)
+        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
+        y[:, :, rows] = combine(o[:, :, rows], u, alpha, beta, gate, dtype)
     return Output(y, o, z, z.new_empty(0))
 
 
@@ -79,7 +79,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
             g = g * gate.to(dtype)
         do[:, :, rows] = g if alpha is None else g * alpha.to(dtype)[..., None]
         along_o[:, :, rows] = (g * o_rows).sum(-1, dtype=dtype)
-        if beta is not None:
+        if beta is not None and u is not None:
             groups = _groups(g.to(dtype), u)
             dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
             du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
@@ -91,6 +91,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         along = along_o if call.alpha is None else along_o * call.alpha
         # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
         sink = sink_rows(call, slice(None))
+        assert sink is not None  # call.sink is a tensor
         dsink = -torch.exp(torch.where(z == sink, 0.0, sink - z)) * along
         dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
     dalpha = None if call.alpha is None else along_o.to(call.alpha.dtype)

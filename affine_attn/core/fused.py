@@ -1,14 +1,14 @@
 """Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
 
 Forward: one small kernel sums the values of each tile, one kernel writes y. Backward: where a row factor r (alpha, a
-headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward rebuilds
-weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative r flips
-the sign of its dy rows in place for the duration of the stock backward. One kernel then does all row-wise gradients.
+headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward
+rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative
+r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest.
 """
 
 import importlib.util
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.ops import Gradients, Output
 
+_ELEMENTWISE = 2  # as in the kernels
+
 # Tokens of a tile and warps of a program, by padded head_dim.
 _TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 8), 256: (32, 8)}
 
 # Flags and sums of later tiles read at once in the backward, and its software pipelining over the heads of a group.
-_FLAGS, _CHUNK, _STAGES = 128, 16, 2
+_FLAGS, _CHUNK, _STAGES, _MAXNREG = 64, 8, 2, None
 # Columns that one program of the prefix kernel walks down, and how.
 _PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
@@ -58,6 +60,13 @@ def interpreted() -> bool:
     return knobs.runtime.interpret
 
 
+def _kernels() -> Any:
+    """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
+    from affine_attn.core.kernels import epilogue
+
+    return epilogue
+
+
 class _Tiling(NamedTuple):
     tokens: int
     warps: int
@@ -88,23 +97,23 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    from affine_attn.core.kernels import epilogue as kernels
+    kernels = _kernels()
 
     tiling = _tiling(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
     prefix = _value_prefix(call, tiling)
-    sink, constant = (None, call.sink) if isinstance(call.sink, float) else (call.sink, 0.0)
+    sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, head_dim = call.q.shape
-    kernels.epilogue_kernel[(heads, -(-queries // tiling.tokens), batch)](
+    kernels.epilogue_kernel[(-(-queries // tiling.tokens), batch * call.k.shape[1])](
         o, z, call.v, prefix, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
         heads, call.k.shape[1], queries, tiling.older, tiling.n_older, tiling.tiles, constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
         GATE=_gate_kind(gate), KEEP_OUT=not in_place, CAUSAL=call.mask.causal,
-        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, num_warps=tiling.warps,
+        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, STAGES=_STAGES, num_warps=tiling.warps,
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, lse.new_empty(0) if prefix is None else prefix)
 
@@ -114,41 +123,59 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    from affine_attn.core.kernels import epilogue as kernels
+    kernels = _kernels()
 
     tiling = _tiling(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
-    sink = None if isinstance(call.sink, float) else call.sink
+    sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
     shared = {"HEAD_DIM": head_dim, "D": tiling.d, "T": tiling.tokens, "num_warps": tiling.warps}
-    do = dy
-    if alpha is not None or gate is not None:
-        do = torch.empty_like(dy) if _gate_kind(gate) == 2 else dy
+    elementwise = _gate_kind(gate) == _ELEMENTWISE
+    do = torch.empty_like(dy) if elementwise else dy
+
+    def prepare() -> None:
         kernels.prepare_gradient_kernel[(-(-queries // tiling.tokens), batch * heads)](
             dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
             HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **shared,
         )  # fmt: skip
+
+    if alpha is not None or gate is not None:
+        prepare()
     dq, dk, dv = attention_backward(do, o, output.saved_lse)
+    if not elementwise and (alpha is not None or gate is not None):
+        prepare()
     row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
+    # A headwise gate's gradient is one number per row, written like the other rows.
     dgate = None if gate is None else torch.empty_like(gate)
+    if dgate is not None and not elementwise:
+        dgate = dgate.contiguous()
     prefix = totals = ready = None
     query_tiles = -(-queries // tiling.tokens)
     if beta is not None:
         prefix = output.saved_sums
         totals = torch.empty(batch * kv_heads, query_tiles, tiling.d, dtype=torch.float32, device=dy.device)
         ready = torch.zeros(batch * kv_heads, query_tiles, dtype=torch.int32, device=dy.device)
-    kernels.epilogue_backward_kernel[(query_tiles * batch * kv_heads,)](
+    pointers = (
         dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate,
         dv, dsink, dalpha, dbeta, dgate, totals, ready,
-        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate), *_strides(dv),
-        *_sink_strides(sink), batch, heads, kv_heads, queries,
-        tiling.older, tiling.n_older, tiling.tiles, query_tiles,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
-        GATE=_gate_kind(gate), CAUSAL=call.mask.causal, FLAGS=_FLAGS, CHUNK=_CHUNK, STAGES=_STAGES, **shared,
     )  # fmt: skip
+    sizes = (batch, heads, kv_heads, queries, tiling.older, tiling.n_older, tiling.tiles, query_tiles)
+    before_gate = (*_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate))
+    after_gate = (*_strides(dv), *_sink_strides(sink))
+    constants = {
+        "SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None,
+        "CAUSAL": call.mask.causal, "FLAGS": _FLAGS, "CHUNK": _CHUNK, "STAGES": _STAGES, "maxnreg": _MAXNREG,
+    } | shared  # fmt: skip
+    grid = (query_tiles * batch * kv_heads,)
+    if elementwise:
+        strides = (*before_gate, *_strides(dgate), *after_gate)
+        kernels.gated_gradients_kernel[grid](*pointers, *strides, *sizes, **constants)
+    else:
+        strides = (*before_gate, *after_gate)
+        kernels.row_gradients_kernel[grid](*pointers, *strides, *sizes, HAS_GATE=gate is not None, **constants)
     if totals is not None and (not call.mask.causal or tiling.older):
         # Keys that every query sees get the whole sum.
         seen_by_all = slice(0, tiling.older if call.mask.causal else call.tk)
@@ -174,7 +201,7 @@ def fake_sums(call: Call) -> Tensor:
 def _value_prefix(call: Call, tiling: _Tiling) -> Tensor | None:
     if call.beta is None:
         return None
-    from affine_attn.core.kernels import epilogue as kernels
+    kernels = _kernels()
 
     batch, kv_heads, keys, head_dim = call.v.shape
     prefix = fake_sums(call)
@@ -191,7 +218,7 @@ def _sink_kind(sink: Tensor | float | None) -> int:
 
 
 def _gate_kind(gate: Tensor | None) -> int:
-    return 0 if gate is None else 1 if gate.shape[-1] == 1 else 2
+    return 0 if gate is None else 1 if gate.shape[-1] == 1 else _ELEMENTWISE
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ class AttentionLayer(nn.Module):
             self.alpha.reset_parameters()
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=self.init_std)
-        if self.logn_scale is not None:
+        if self.logn_scale is not None and isinstance(self.spec.logit, LogN):
             nn.init.constant_(self.logn_scale, 1 / math.log(self.spec.logit.length))
 
     def forward(
@@ -91,12 +91,11 @@ class AttentionLayer(nn.Module):
         cache: Cache | None = None,
         impl: str = "auto",
     ) -> Tensor:
-        """x [B, T, dim]; positions [B or 1, T] for RoPE (default: the slot of each token); mask over the cached keys."""
+        """x [B, T, dim]; positions [B or 1, T] for RoPE (default: each token's slot); mask over the cached keys."""
         q, k, v = self.project(x)
-        if cache is not None:
-            # Keys are cached rotated, so positions must be known before the cache grows.
-            if self.rope is not None and positions is None:
-                raise ValueError("AttentionLayer: positions must be given together with a cache")
+        # Keys are cached rotated, so positions must be known before the cache grows.
+        if cache is not None and self.rope is not None and positions is None:
+            raise ValueError("AttentionLayer: positions must be given together with a cache")
         if self.rope is not None:
             if positions is None:
                 positions = mask.positions(x.shape[1], x.shape[1], x.device)

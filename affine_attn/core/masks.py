@@ -98,7 +98,7 @@ class Mask:
         low, high = self._bounds(tq, tk, device)
         if self.documents is None and self.padding is None:
             return (high - low + 1).clamp(min=0)[:, None]
-        codes, before, upto = self._ranks(tq, tk, device, low, high)
+        _, before, upto = self._ranks(tq, tk, device, low, high)
         return (upto - before).clamp(min=0)[:, None]
 
     def first(self, tq: int, tk: int, device: torch.device) -> Tensor:

@@ -17,7 +17,8 @@ from affine_attn.core.call import Call, Flat
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
-    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, str logit, float? constant_sink"
+    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, "
+    "str logit, float? constant_sink"
 )
 
 
@@ -89,9 +90,10 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
             setup_context(ctx, flat, output)
             return output.y
 
+        # torch declares *grad_outputs and documents naming them, as here.
         @staticmethod
         @torch.autograd.function.once_differentiable
-        def backward(ctx, dy):
+        def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
             y, out, lse, sums, *tensors = ctx.saved_tensors
             if dy is None:
                 return (None,) * (len(tensors) + len(ctx.options))

@@ -44,8 +44,9 @@ class _Poison(torch.autograd.Function):
         ctx.save_for_backward(poisoned)
         return y.masked_fill(poisoned, float("nan"))
 
+    # torch declares *grad_outputs and documents naming them, as here.
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (poisoned,) = ctx.saved_tensors
         return dy.masked_fill(poisoned & (dy != 0), float("nan")), None
 

@@ -54,6 +54,7 @@ class LogN:
             raise ValueError(f"LogN: length must be an integer > 1, got {self.length!r}")
 
     def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+        assert count is not None  # FlexAttention, which has no count, scales q by row_scale instead
         return Coefficients(self.row_scale(count, distance.dtype)[..., None], None)
 
     @staticmethod

@@ -12,7 +12,7 @@ from affine_attn.core.spec import Logit
 
 
 class AttentionStats(NamedTuple):
-    """fp32. A row without visible keys has zeros, and a sink mass of 1 if there is a sink; max_logit of nothing is -inf."""
+    """fp32. A row without visible keys has zeros, and sink mass 1 if there is a sink; max_logit of nothing is -inf."""
 
     entropy: Tensor  # [B, H, Tq] of p, the weights before alpha and beta: -sum p log p
     first_token: Tensor  # [B, H, Tq] weight w on the first visible key

@@ -52,7 +52,7 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
         w = weights(p, visible, alpha, beta)
         g = dy[:, :, rows].to(dtype)
-        if dgate is not None:
+        if gate is not None:
             per_entry = g * grouped_matmul(w, v[:, :, keys])
             dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
             g = g * gate
@@ -66,6 +66,7 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
             dw, along = dw * alpha[..., None], along * alpha[..., None]
         ds = p * (dw - along)
         if dsink is not None:
+            assert p_sink is not None  # dsink is there only where a sink is
             row = -(p_sink * along)[..., 0]
             if dsink.ndim == 1:
                 dsink += row.sum((0, 2))
@@ -77,7 +78,7 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         dk[:, :, keys] += _sum_over_group(ds, call.q[:, :, rows].to(dtype), k)
     inputs = (call.q, call.k, call.v, call.sink, call.alpha, call.beta, call.gate)
     gradients = (dq, dk, dv, dsink, dalpha, dbeta, dgate)
-    return tuple(None if d is None else d.to(x.dtype) for x, d in zip(inputs, gradients, strict=True))
+    return tuple(d.to(x.dtype) if isinstance(x, Tensor) else None for x, d in zip(inputs, gradients, strict=True))
 
 
 def _probabilities(call: Call, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor]:

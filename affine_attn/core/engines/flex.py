@@ -50,7 +50,7 @@ def run(call: Call) -> Tensor:
         enable_gqa=call.heads != call.k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    o, z = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
+    o, _ = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
     u = None if call.beta is None else _VisibleValues.apply(call.v, call)
     return combine(o, u, call.alpha, call.beta, call.gate, row_dtype(q)).to(q.dtype)
 
@@ -71,6 +71,7 @@ _compiled = None
 def _run_compiled(*args, **kwargs):
     # Past the limit Dynamo would silently run the dense form; every new shape is one more specialisation.
     with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096):
+        assert _compiled is not None  # _flex compiles before it hands out this function
         return _compiled(*args, **kwargs)
 
 
@@ -109,6 +110,7 @@ class _VisibleValues(torch.autograd.Function):
         ctx.call = call
         return visible_sum(v.to(row_dtype(v)), call)
 
+    # torch declares *grad_outputs and documents naming them, as here.
     @staticmethod
-    def backward(ctx, du: Tensor):
+    def backward(ctx, du: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         return visible_sum_backward(du, ctx.call).to(ctx.call.v.dtype), None
