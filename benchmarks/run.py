@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="affine-attn bench", description=__doc__)
     parser.add_argument("--variants", nargs="*", default=["softmax", *(v for v in VARIANTS if v != "softmax")])
     parser.add_argument("--shapes", nargs="*", help=f"of {[*CPU_SHAPES, *CUDA_SHAPES]}; default: all of this device")
+    parser.add_argument("--flex", action="store_true", help="also time FlexAttention, which compiles for a while")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="CSV to write; default benchmarks/results/<device>.csv")
     arguments = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
     rows = []
     for name, shape in shapes.items():
         if arguments.shapes is None or name in arguments.shapes:
-            rows += bench_shape(name, shape, device, arguments.variants, arguments.rounds)
+            rows += bench_shape(name, shape, device, arguments)
     path = arguments.output or RESULTS / f"{slug(device_name(device))}.csv"
     write(path, rows)
     console.print(f"wrote {path}")
@@ -61,14 +62,14 @@ def main() -> None:
         readme.main()
 
 
-def bench_shape(name: str, shape: Shape, device: torch.device, variants: list[str], rounds: int) -> list[dict]:
+def bench_shape(name: str, shape: Shape, device: torch.device, arguments: argparse.Namespace) -> list[dict]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stock = baselines(device)
     baseline = next(iter(stock))
     functions, errors = {}, {}
     for label, function in stock.items():
         functions[label] = (random_inputs(VARIANTS["softmax"].spec, shape, dtype, device), function)
-    for variant in variants:
+    for variant in arguments.variants:
         errors[variant] = checked_error(variant, shape, dtype, device)
         functions[variant] = (random_inputs(VARIANTS[variant].spec, shape, dtype, device), attention)
     if device.type == "cpu":
@@ -76,10 +77,16 @@ def bench_shape(name: str, shape: Shape, device: torch.device, variants: list[st
             random_inputs(VARIANTS["affine"].spec, shape, dtype, device),
             dense_attention,
         )
+    if arguments.flex:
+        for variant in ("softmax", "scale_invariant"):
+            functions[f"{variant}, flex"] = (
+                random_inputs(VARIANTS[variant].spec, shape, dtype, device),
+                flex_attention,
+            )
     rows = []
     for mode in ("forward", "forward+backward"):
         prepared = {label: step(inputs, function, mode) for label, (inputs, function) in functions.items()}
-        timings = side_by_side(prepared, baseline, device, rounds)
+        timings = side_by_side(prepared, baseline, device, arguments.rounds)
         table = Table(title=f"{name} {shape}, {mode}")
         for column in ("what", "ms", "p20..p80", "x " + baseline, "peak MiB"):
             table.add_column(column)
@@ -129,11 +136,17 @@ def step(inputs: dict, function, mode: str):
 
 def _known(function, inputs: dict) -> dict:
     """A stock attention takes q, k and v alone."""
-    return inputs if function in (attention, dense_attention) else {name: inputs[name] for name in "qkv"}
+    return (
+        inputs if function in (attention, dense_attention, flex_attention) else {name: inputs[name] for name in "qkv"}
+    )
 
 
 def dense_attention(**inputs) -> Tensor:
     return attention(**inputs, impl="reference")
+
+
+def flex_attention(**inputs) -> Tensor:
+    return attention(**inputs, impl="flex")
 
 
 def engine_of(label: str, inputs: dict) -> str:

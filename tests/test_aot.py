@@ -15,15 +15,16 @@ from affine_attn.core.kernels import epilogue  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 # Bytes of stack per thread: a few spills outside the loops cost nothing, more would show in the time.
-STACK_LIMIT = {"row_gradients_kernel": 128, "gated_gradients_kernel": 128}
-STAGES = {"SINK": 2, "HAS_ALPHA": True, "HAS_BETA": True, "CAUSAL": True}
-LOOKBACK = {"FLAGS": fused._FLAGS, "CHUNK": fused._CHUNK, "STAGES": fused._STAGES}
+STACK_LIMIT = {}
+STAGES = {"SINK": 2, "HAS_ALPHA": True, "HAS_BETA": True, "CAUSAL": True, "STAGES": fused._STAGES}
 KERNELS = {
     "value_prefix_kernel": {"SLICE": fused._PREFIX_SLICE, "STAGES": fused._PREFIX_STAGES},
-    "epilogue_kernel": STAGES | {"GATE": 2, "KEEP_OUT": True, "STAGES": fused._STAGES},
-    "prepare_gradient_kernel": {"HAS_ALPHA": True, "GATE": 2},
-    "row_gradients_kernel": STAGES | LOOKBACK | {"HAS_GATE": True},
-    "gated_gradients_kernel": STAGES | LOOKBACK,
+    "epilogue_kernel": STAGES | {"GATE": 2, "KEEP_OUT": True},
+    "gated_gradient_kernel": {"HAS_ALPHA": True},
+    "negate_rows_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "ROWS": fused._ROWS},
+    "row_gradients_kernel": STAGES | {"HAS_GATE": True},
+    "gated_row_gradients_kernel": STAGES,
+    "value_gradient_kernel": {"GATE": 2, "CHUNK": fused._CHUNK, "STAGES": fused._STAGES},
 }
 IN_INPUT_DTYPE = {"p_o", "p_v", "p_gate", "p_y", "p_dy", "p_do", "p_dv", "p_dgate"}
 
@@ -34,7 +35,7 @@ def _compile(kernel, constants: dict, warps: int):
         if name in constants:
             signature[name] = "constexpr"
         elif name.startswith("p_"):
-            signature[name] = "*bf16" if name in IN_INPUT_DTYPE else "*i32" if name == "p_ready" else "*fp32"
+            signature[name] = "*bf16" if name in IN_INPUT_DTYPE else "*fp32"
         else:
             signature[name] = "fp32" if name == "constant_sink" else "i32"
     aligned = {

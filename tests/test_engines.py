@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from affine_attn import attention
-from affine_attn.core.accuracy import deviations, random_inputs
+from affine_attn import attention, attention_stats
+from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
-from tests.cases import CASES, Case
+from tests.cases import CASES, MASKS, SPECS, Case
 
 
 def _arguments(case: Case, device: str = "cpu"):
@@ -54,9 +54,35 @@ def test_the_fast_engine_takes_the_plain_cases():
     assert {c.name for c in taken} >= {"softmax", "sink", "affine_gated", "logn", "sink+affine+gate"}
 
 
+# On CUDA the fast engines take 16-bit inputs, so the float32 cases run there in bfloat16.
+CUDA_CASES = list(dict.fromkeys(c._replace(dtype=torch.bfloat16) if c.dtype == torch.float32 else c for c in CASES)) + [
+    Case(name, spec, Shape(1, 4, 2, 77, 150, head_dim), MASKS["causal"], torch.bfloat16)
+    for name, spec in SPECS.items()
+    for head_dim in (16, 128, 256)
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
 def test_every_engine_on_cuda(case: Case):
-    engines = [name for name in ENGINES if _runs(name, case, "cuda")]
-    for engine in engines:
-        _assert_within(case, engine, "cuda")
+    for engine in ("sdpa", "triton", "blocked"):
+        if _runs(engine, case, "cuda"):
+            _assert_within(case, engine, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUDA_CASES[::29], ids=str)
+def test_flex_on_cuda(case: Case):
+    """A few cases only: every one is a compilation."""
+    if _runs("flex", case, "cuda"):
+        _assert_within(case, "flex", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["softmax", "affine_gated", "sink", "scale_invariant", "logn"])
+def test_statistics_on_cuda(name):
+    inputs = random_inputs(SPECS[name], Shape(2, 6, 2, 200, 300, 64), torch.bfloat16, "cuda")
+    stages = {x: inputs[x] for x in ("q", "k", "logit", "sink", "alpha", "beta") if x in inputs}
+    on_cpu = {x: t.cpu() if isinstance(t, torch.Tensor) else t for x, t in stages.items()}
+    for measured, expected in zip(attention_stats(**stages), attention_stats(**on_cpu), strict=True):
+        torch.testing.assert_close(measured.cpu(), expected, atol=2e-3, rtol=2e-3)

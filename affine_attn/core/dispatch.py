@@ -6,12 +6,18 @@ from torch import Tensor
 
 from affine_attn.core import reference
 from affine_attn.core.call import Call, checked_call
-from affine_attn.core.engines import blocked, flex, sdpa
+from affine_attn.core.engines import blocked, flex, sdpa, triton
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 
 # An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
-ENGINES: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "blocked": blocked, "reference": reference}
+ENGINES: dict[str, ModuleType] = {
+    "sdpa": sdpa,
+    "triton": triton,
+    "flex": flex,
+    "blocked": blocked,
+    "reference": reference,
+}
 
 
 def attention(

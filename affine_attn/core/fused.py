@@ -7,6 +7,8 @@ r flips the sign of its dy rows in place for the duration of the stock backward.
 """
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,10 +22,10 @@ from affine_attn.core.ops import Gradients, Output
 _ELEMENTWISE = 2  # as in the kernels
 
 # Tokens of a tile and warps of a program, by padded head_dim.
-_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 8), 256: (32, 8)}
+_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
 
-# Flags and sums of later tiles read at once in the backward, and its software pipelining over the heads of a group.
-_FLAGS, _CHUNK, _STAGES, _MAXNREG = 64, 8, 2, None
+# Sums of later tiles read at once, software pipelining over the heads of a group, rows a sign check covers.
+_CHUNK, _STAGES, _ROWS = 32, 3, 1024
 # Columns that one program of the prefix kernel walks down, and how.
 _PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
@@ -131,51 +133,50 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
-    shared = {"HEAD_DIM": head_dim, "D": tiling.d, "T": tiling.tokens, "num_warps": tiling.warps}
+    query_tiles = -(-queries // tiling.tokens)
+    sizes = {"HEAD_DIM": head_dim, "D": tiling.d, "T": tiling.tokens, "num_warps": tiling.warps}
     elementwise = _gate_kind(gate) == _ELEMENTWISE
-    do = torch.empty_like(dy) if elementwise else dy
-
-    def prepare() -> None:
-        kernels.prepare_gradient_kernel[(-(-queries // tiling.tokens), batch * heads)](
+    if elementwise:
+        do = torch.empty_like(dy)
+        kernels.gated_gradient_kernel[(query_tiles, batch * heads)](
             dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **shared,
+            HAS_ALPHA=alpha is not None, **sizes,
         )  # fmt: skip
-
-    if alpha is not None or gate is not None:
-        prepare()
-    dq, dk, dv = attention_backward(do, o, output.saved_lse)
-    if not elementwise and (alpha is not None or gate is not None):
-        prepare()
+        dq, dk, dv = attention_backward(do, o, output.saved_lse)
+    else:
+        with _negated_rows(dy, alpha, gate, tiling):
+            dq, dk, dv = attention_backward(dy, o, output.saved_lse)
     row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
-    # A headwise gate's gradient is one number per row, written like the other rows.
     dgate = None if gate is None else torch.empty_like(gate)
     if dgate is not None and not elementwise:
-        dgate = dgate.contiguous()
-    prefix = totals = ready = None
-    query_tiles = -(-queries // tiling.tokens)
+        dgate = dgate.contiguous()  # one number per row, written like the other rows
+    prefix = totals = None
     if beta is not None:
         prefix = output.saved_sums
         totals = torch.empty(batch * kv_heads, query_tiles, tiling.d, dtype=torch.float32, device=dy.device)
-        ready = torch.zeros(batch * kv_heads, query_tiles, dtype=torch.int32, device=dy.device)
-    pointers = (
-        dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate,
-        dv, dsink, dalpha, dbeta, dgate, totals, ready,
-    )  # fmt: skip
-    sizes = (batch, heads, kv_heads, queries, tiling.older, tiling.n_older, tiling.tiles, query_tiles)
-    before_gate = (*_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate))
-    after_gate = (*_strides(dv), *_sink_strides(sink))
+    pointers = (dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate, dsink, dalpha, dbeta, dgate, totals)
+    strides = (*_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate))
+    counts = (heads, kv_heads, queries, tiling.older, tiling.n_older, tiling.tiles, query_tiles)
     constants = {
         "SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None,
-        "CAUSAL": call.mask.causal, "FLAGS": _FLAGS, "CHUNK": _CHUNK, "STAGES": _STAGES, "maxnreg": _MAXNREG,
-    } | shared  # fmt: skip
-    grid = (query_tiles * batch * kv_heads,)
+        "CAUSAL": call.mask.causal, "STAGES": _STAGES,
+    } | sizes  # fmt: skip
+    grid = (query_tiles, batch * kv_heads)
     if elementwise:
-        strides = (*before_gate, *_strides(dgate), *after_gate)
-        kernels.gated_gradients_kernel[grid](*pointers, *strides, *sizes, **constants)
+        kernels.gated_row_gradients_kernel[grid](
+            *pointers, *strides, *_strides(dgate), *_sink_strides(sink), *counts, **constants
+        )
     else:
-        strides = (*before_gate, *after_gate)
-        kernels.row_gradients_kernel[grid](*pointers, *strides, *sizes, HAS_GATE=gate is not None, **constants)
+        kernels.row_gradients_kernel[grid](
+            *pointers, *strides, *_sink_strides(sink), *counts, HAS_GATE=gate is not None, **constants
+        )
+    if totals is not None and call.mask.causal:
+        kernels.value_gradient_kernel[grid](
+            dy, beta, gate, totals, dv, *_strides(dy), *_strides(gate), *_strides(dv),
+            heads, kv_heads, queries, tiling.older, query_tiles,
+            GATE=_gate_kind(gate), CHUNK=_CHUNK, STAGES=_STAGES, **sizes,
+        )  # fmt: skip
     if totals is not None and (not call.mask.causal or tiling.older):
         # Keys that every query sees get the whole sum.
         seen_by_all = slice(0, tiling.older if call.mask.causal else call.tk)
@@ -189,6 +190,26 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         None if dbeta is None else dbeta.to(call.beta.dtype),
         dgate,
     )  # fmt: skip
+
+
+@contextmanager
+def _negated_rows(dy: Tensor, alpha: Tensor | None, gate: Tensor | None, tiling: _Tiling) -> Iterator[None]:
+    """Inside, rows of dy whose factor alpha * gate is negative are negated, in place and in stream order."""
+    batch, heads, queries, head_dim = dy.shape
+
+    def negate() -> None:
+        _kernels().negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
+            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
+            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
+            HEAD_DIM=head_dim, D=tiling.d, ROWS=_ROWS, T=16, num_warps=4,
+        )  # fmt: skip
+
+    has_factor = alpha is not None or gate is not None
+    if has_factor:
+        negate()
+    yield
+    if has_factor:
+        negate()
 
 
 def fake_sums(call: Call) -> Tensor:

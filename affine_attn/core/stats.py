@@ -1,11 +1,18 @@
-"""Statistics of attention weights without ever holding an N x N matrix: one QK-only pass in blocks of rows."""
+"""Statistics of attention weights without ever holding an N x N matrix.
+
+One pass over q and k, a kernel on CUDA and blocks of rows elsewhere, gives five numbers per row; the rest is algebra.
+With z the log-sum-exp, m the softmax-weighted mean score and f = sigmoid(z - sink) the mass that the sink leaves, the
+entropy of softmax is H = z - m, and that of p = f * softmax is f * (H - log f).
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from affine_attn.core.call import checked_call
+from affine_attn.core.call import Call, checked_call
+from affine_attn.core.engines import triton
+from affine_attn.core.engines.composed import row_scaled
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import probabilities, row_dtype, scores, sink_rows
 from affine_attn.core.spec import Logit
@@ -35,38 +42,50 @@ def attention_stats(
 ) -> AttentionStats:
     """Entropy, first-token weight, row sum, sink mass and logit statistics of the weights ``attention`` would use."""
     call = checked_call(q, k, None, mask, scale, logit, sink, alpha, beta, None)
-    dtype = row_dtype(q)
-    rows_shape = q.shape[:3]
-    entropy, first_p, mass, sink_mass = (torch.zeros(rows_shape, dtype=dtype, device=q.device) for _ in range(4))
-    logit_sum = torch.zeros(q.shape[:2], dtype=torch.float64, device=q.device)
-    max_logit = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
-    first = mask.first(call.tq, call.tk, q.device)
-    if call.sink is not None:
-        sink_mass.fill_(1.0)  # of rows without keys; every other row is written below
+    first_key = mask.first(call.tq, call.tk, q.device)
+    scaled = row_scaled(call)
+    if triton.why_not_statistics(scaled) is None:
+        rows = triton.score_statistics(scaled, first_key[:, 0].expand(q.shape[0], call.tq))
+    else:
+        rows = _score_statistics(call, first_key)
+    z, count = rows.lse, call.count()
+    seen = count > 0
+    sinks = sink_rows(call, slice(None))
+    kept = torch.where(seen, torch.ones_like(z) if sinks is None else torch.sigmoid(z - sinks), 0.0)
+    taken = torch.zeros_like(kept) if sinks is None else 1 - kept
+    softmax_entropy = torch.where(seen, z - rows.mean, 0.0)
+    normaliser = z if sinks is None else torch.logaddexp(z, sinks.to(z.dtype))
+    first = torch.where(seen, torch.exp(rows.first - normaliser), 0.0)
+    a = 1.0 if alpha is None else alpha
+    b = 0.0 if beta is None else beta
+    pairs = count.expand(q.shape[0], 1, call.tq).sum(-1)
+    return AttentionStats(
+        (kept * softmax_entropy - torch.xlogy(kept, kept)).float(),
+        torch.where(seen, a * first + b, 0.0).float(),
+        (a * kept + count * b).float(),
+        taken.float(),
+        (rows.total.sum(-1, dtype=torch.float64) / pairs.clamp(min=1)).float(),
+        rows.largest.amax(-1).float() if call.tq else z.new_full(q.shape[:2], float("-inf")).float(),
+    )
+
+
+def _score_statistics(call: Call, first_key: Tensor) -> triton.ScoreStatistics:
+    """The five numbers per row from blocks of the reference's scores."""
+    like = torch.zeros(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
+    nothing = torch.full_like(like, float("-inf"))
+    rows_of = triton.ScoreStatistics(nothing, like, nothing.clone(), like.clone(), nothing.clone())
     for rows, keys in call.blocks():
         if keys.stop == keys.start:
             continue
         visible = call.visible(rows, keys)
-        s = scores(call, k, visible, rows, keys)
-        p, p_sink = probabilities(s, sink_rows(call, rows))
-        entropy[:, :, rows] = torch.special.entr(p).sum(-1)
-        mass[:, :, rows] = p.sum(-1)
-        if p_sink is not None:
-            sink_mass[:, :, rows] = p_sink[..., 0]
-        at = (first[..., rows] - keys.start).expand(*p.shape[:3])[..., None]
-        first_p[:, :, rows] = torch.where(at >= 0, p.gather(-1, at.clamp(min=0)), 0.0)[..., 0]
-        logit_sum += torch.where(visible, s, 0.0).sum((2, 3), dtype=torch.float64)
-        max_logit = torch.maximum(max_logit, s.amax((2, 3)))
-    count = call.count()
-    pairs = count.expand(q.shape[0], 1, call.tq).sum(-1)
-    seen = count > 0
-    a = 1.0 if alpha is None else alpha.to(dtype)
-    b = 0.0 if beta is None else beta.to(dtype)
-    return AttentionStats(
-        entropy.float(),
-        torch.where(seen, a * first_p + b, 0.0).float(),
-        (a * mass + count * b).float(),
-        sink_mass.float(),
-        (logit_sum / pairs.clamp(min=1)).float(),
-        max_logit.float(),
-    )
+        s = scores(call, call.k, visible, rows, keys)
+        p, _ = probabilities(s, None)
+        visible_scores = torch.where(visible, s, 0.0)
+        rows_of.lse[:, :, rows] = s.logsumexp(-1)
+        rows_of.mean[:, :, rows] = (p * visible_scores).sum(-1)
+        rows_of.largest[:, :, rows] = s.amax(-1)
+        rows_of.total[:, :, rows] = visible_scores.sum(-1)
+        at = (first_key[..., rows] - keys.start).expand(*s.shape[:3])[..., None]
+        first = s.gather(-1, at.clamp(min=0))
+        rows_of.first[:, :, rows] = torch.where(at >= 0, first, float("-inf"))[..., 0]
+    return rows_of

@@ -1,4 +1,4 @@
-"""The fused Triton epilogue in Triton's CPU interpreter, against the float64 reference.
+"""The Triton kernels (epilogue, distance logits, statistics) in the CPU interpreter, against the float64 reference.
 
 The interpreter is chosen when the kernels are imported, so the cases run in a process of their own.
 """
@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from affine_attn import Mask, attention
+from affine_attn import Mask, ScaleInvariant, attention, attention_stats
 from affine_attn.core import fused
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
-from tests.cases import SPECS
+from affine_attn.core.call import checked_call
+from affine_attn.core.engines import triton
+from tests.cases import CASES, MASKS, SPECS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [
@@ -22,11 +24,12 @@ SHAPES = [
     Shape(1, 3, 1, 70, 133, 80),  # chunked prefill, head dim off the power of two, group of 3
     Shape(1, 2, 2, 140, 140, 64),  # three tiles: sums of later tiles travel
 ]
+STAGES = ("sink", "alpha", "beta", "gate")
 # What the epilogue sees: the specs whose logit a stock kernel can compute.
 EPILOGUES = {name: spec for name, spec in SPECS.items() if spec.logit is None}
 
 
-def test_the_epilogue_in_the_interpreter():
+def test_the_kernels_in_the_interpreter():
     """Runs this file again with the interpreter on."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -36,18 +39,15 @@ def test_the_epilogue_in_the_interpreter():
     assert "passed" in result.stdout
 
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_epilogue_in_the_interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_the_interpreter")
 if INTERPRETED:
-    test_the_epilogue_in_the_interpreter = None  # the inner run must not start another
+    test_the_kernels_in_the_interpreter = None  # the inner run must not start another
 
 
 @interpreted
 def test_the_kernels_are_really_used():
     assert fused.interpreted()
     q = torch.randn(1, 1, 4, 16)
-    assert "TensorHandle" not in repr(attention(q, q, q, sink=0.0))
-    from affine_attn.core.call import checked_call
-
     assert fused.why_not(checked_call(q, q, q, Mask(), None, None, 0.0, None, None, None)) is None
 
 
@@ -106,3 +106,44 @@ def test_sinks_of_both_shapes_and_infinite_ones(token_sink):
 def test_half_precision(dtype):
     inputs = random_inputs(SPECS["affine"], SHAPES[0], dtype)
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+# Every logit, mask and combination of stages that the triton engine takes, thinned out: the interpreter is slow.
+DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case.shape.tk < 60][::5]
+
+
+@interpreted
+@pytest.mark.parametrize("case", DISTANCE_CASES, ids=str)
+def test_the_triton_engine(case):
+    inputs = random_inputs(case.spec, case.shape, largest_logit=case.largest_logit)
+    mask = case.mask(case.shape, torch.device("cpu"))
+    reason = triton.why_not(checked_call(**(dict.fromkeys(STAGES) | inputs), mask=mask, scale=None))
+    if reason is not None:
+        pytest.skip(reason)
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("logit", [ScaleInvariant(), ScaleInvariant(tau=0.5)], ids=str)
+def test_far_tiles_are_as_exact_as_near_ones(logit):
+    """Long enough that most tiles take the tensor-core polynomial."""
+    inputs = random_inputs(SPECS["softmax"], Shape(1, 2, 1, 400, 400, 32)) | {"logit": logit}
+    assert not [d for d in deviations("triton", inputs) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "scale_invariant", "alibi", "logn"])
+@pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "left_padding"])
+def test_statistics(name, mask):
+    spec, shape = SPECS[name], Shape(2, 4, 2, 20, 45, 32)
+    mask = MASKS[mask](shape, torch.device("cpu"))
+    if spec.logit is not None and not mask.causal:
+        pytest.skip("the kernel's distance logits are causal")
+    inputs = random_inputs(spec, shape)
+    stages = {x: inputs[x] for x in ("q", "k", "logit", "sink", "alpha", "beta") if x in inputs}
+    # float64 takes the path without a kernel.
+    exact = {x: t.double() if isinstance(t, torch.Tensor) else t for x, t in stages.items()}
+    for measured, expected in zip(
+        attention_stats(**stages, mask=mask), attention_stats(**exact, mask=mask), strict=True
+    ):
+        torch.testing.assert_close(measured, expected, atol=2e-5, rtol=2e-5)

@@ -1,0 +1,81 @@
+"""An engine from any attention that returns (o, z): row scale into q, the attention, then stages 2 to 4.
+
+The backward hands the attention's own backward the sink-adjusted (o', z'), so dq and dk are exact although it knows
+nothing of sinks, gates or alpha.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from affine_attn.core import epilogue, fused
+from affine_attn.core.call import Call
+from affine_attn.core.ops import Gradients, Output, register
+from affine_attn.core.quarantine import quarantined, quarantined_backward
+from affine_attn.core.reference import row_dtype
+from affine_attn.core.spec import LogN
+
+Attention = Callable[[Call], tuple[Tensor, Tensor]]
+# (call, do, out, lse) -> dq, dk, dv
+AttentionBackward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def compose(name: str, attend: Attention, attend_backward: AttentionBackward, look_on: tuple[str, ...]):
+    """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for."""
+
+    def forward(call: Call) -> Output:
+        o, z = attend(row_scaled(call))
+        output = _stages(call).finish(call, _like_q(o, call), z.contiguous())
+        return output._replace(y=_like_q(output.y, call))
+
+    def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
+        scaled = row_scaled(call)
+        dq, *rest = _stages(call).gradients(
+            call, dy, output, lambda do, out, lse: attend_backward(scaled, do, out, lse)
+        )
+        if isinstance(call.logit, LogN):
+            dq = (dq * _row_scale(call)).to(call.q.dtype)
+        return dq, *rest
+
+    def fake(call: Call) -> Output:
+        y = torch.empty_like(call.q)
+        z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
+        is_plain = call.alpha is None and call.beta is None and call.gate is None
+        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).fake_sums(call))
+
+    return register(name, quarantined(forward, look_on), quarantined_backward(forward, backward, look_on), fake)
+
+
+def why_not_beta(call: Call) -> str | None:
+    """The epilogue sums visible values as prefixes; a mask that is no prefix needs an engine that sums by itself."""
+    restricted = [*call.mask.tensors, *(["window"] if call.mask.window is not None else [])]
+    if call.beta is not None and restricted:
+        return f"the epilogue cannot sum the values that mask.{restricted[0]} leaves visible"
+    return None
+
+
+def _stages(call: Call) -> ModuleType:
+    """Where stages 2 to 4 run: fused kernels, or torch."""
+    return epilogue if fused.why_not(call) else fused
+
+
+def row_scaled(call: Call) -> Call:
+    """LogN is a factor per row, so it moves into q."""
+    if not isinstance(call.logit, LogN):
+        return call
+    return replace(call, q=(call.q * _row_scale(call)).to(call.q.dtype), logit=None)
+
+
+def _row_scale(call: Call) -> Tensor:
+    return LogN.row_scale(call.count(), row_dtype(call.q))[..., None]
+
+
+def _like_q(x: Tensor, call: Call) -> Tensor:
+    """x in q's dense layout, as the fake promises; a no-op for what the kernels return in that layout."""
+    if x.stride() == call.q.stride():
+        return x
+    y = torch.empty_like(call.q)
+    return x if x.stride() == y.stride() else y.copy_(x)
