@@ -51,12 +51,13 @@ def main() -> None:
         parser.error(f"unknown shapes {sorted(unknown)} for this device; allowed are {sorted(shapes)}")
     if unknown := set(arguments.variants) - set(VARIANTS):
         parser.error(f"unknown variants {sorted(unknown)}; allowed are {sorted(VARIANTS)}")
+    path = arguments.output or RESULTS / f"{slug(device_name(device))}.csv"
     rows = []
     for name, shape in shapes.items():
         if arguments.shapes is None or name in arguments.shapes:
             rows += bench_shape(name, shape, device, arguments)
-    path = arguments.output or RESULTS / f"{slug(device_name(device))}.csv"
-    write(path, rows)
+            # After every shape: an interrupted run keeps what it measured.
+            write(path, rows)
     console.print(f"wrote {path}")
     if arguments.output is None:
         readme.main()

@@ -50,10 +50,10 @@ def random_inputs(
 
     Learned sinks run from -8 to 8; alpha includes exact 0 and 1. ``largest_logit`` rescales q to reach such logits.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
+        return torch.randn(*size, generator=generator, dtype=torch.float64, device=device)
 
     s = shape
     rows = (s.batch, s.heads, s.tq)
@@ -65,7 +65,7 @@ def random_inputs(
         tensors["q"] *= largest_logit / logits.abs().max()
     fp32 = {}
     if spec.sink == "learned":
-        fp32["sink"] = torch.linspace(-8, 8, s.heads, dtype=torch.float64)
+        fp32["sink"] = torch.linspace(-8, 8, s.heads, dtype=torch.float64, device=device)
     if spec.affine is not None:
         fp32["alpha"] = spec.affine.alpha_range * (0.5 + 0.4 * randn(*rows)).clamp(0, 1)
         if spec.affine.beta:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import triton
-from affine_attn.core.engines.composed import row_scaled
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import probabilities, row_dtype, scores, sink_rows
 from affine_attn.core.spec import Logit
@@ -43,9 +42,8 @@ def attention_stats(
     """Entropy, first-token weight, row sum, sink mass and logit statistics of the weights ``attention`` would use."""
     call = checked_call(q, k, None, mask, scale, logit, sink, alpha, beta, None)
     first_key = mask.first(call.tq, call.tk, q.device)
-    scaled = row_scaled(call)
-    if triton.why_not_statistics(scaled) is None:
-        rows = triton.score_statistics(scaled, first_key[:, 0].expand(q.shape[0], call.tq))
+    if triton.why_not_statistics(call) is None:
+        rows = triton.score_statistics(call, first_key[:, 0].expand(q.shape[0], call.tq))
     else:
         rows = _score_statistics(call, first_key)
     z, count = rows.lse, call.count()

@@ -7,7 +7,7 @@ tables are built here.
 import functools
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,9 @@ CONFIG_FP32 = Config(32, 32, num_warps=4, num_stages=1)
 
 
 def why_not(call: Call) -> str | None:
-    if (reason := why_not_statistics(call)) is not None:
+    # LogN has moved into q by the time the kernels run.
+    seen_by_kernels = replace(call, logit=None) if isinstance(call.logit, LogN) else call
+    if (reason := why_not_statistics(seen_by_kernels)) is not None:
         return reason
     if not call.mask.causal:
         return "its attention kernels are causal"
@@ -94,6 +96,8 @@ def why_not_statistics(call: Call) -> str | None:
         return "its kernels have no mask.lengths"
     if not call.mask.causal and call.logit is not None:
         return "its distance logits are causal"
+    if isinstance(call.logit, LogN):
+        return "LogN scales q, which would be rounded again"
     if call.q.shape[-1] < 16:
         return f"its kernels need a head_dim of at least 16, not {call.q.shape[-1]}"
     if 0 in (call.tq, call.tk, call.q.shape[0]):
