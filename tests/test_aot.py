@@ -14,13 +14,15 @@ from triton.compiler import ASTSource  # noqa: E402
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
 from affine_attn.core import fused  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
+from affine_attn.core.engines import decode  # noqa: E402
 from affine_attn.core.engines import triton as engine  # noqa: E402
+from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
 from affine_attn.core.kernels import distance_backward, distance_forward, epilogue  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 # Bytes of stack per thread with every stage switched on: a few spilled registers, mostly outside the loops.
 SPILLS = 96
-STACK_LIMIT = {("dkdv", 128): 256}
+STACK_LIMIT = {("dkdv", 128): 256, ("decode_split_kernel", 64): 256}
 STAGES = {"SINK": 2, "HAS_ALPHA": True, "HAS_BETA": True, "CAUSAL": True, "STAGES": fused._STAGES}
 KERNELS = {
     "value_prefix_kernel": {"SLICE": fused._PREFIX_SLICE, "STAGES": fused._PREFIX_STAGES},
@@ -53,11 +55,11 @@ DISTANCE_KERNELS = {
 }
 
 
-def _compile(kernel, constants: dict, **options):
+def _compile(kernel, constants: dict, types: dict[str, str] = TYPES, **options):
     signature = {}
     for name in kernel.arg_names:
         default = "*fp32" if name.startswith("p_") else "i32"
-        signature[name] = "constexpr" if name in constants else TYPES.get(name, default)
+        signature[name] = "constexpr" if name in constants else types.get(name, default)
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -99,3 +101,25 @@ def test_distance_kernels_compile_for_hopper_within_limits(name, head_dim, tmp_p
     compiled = _compile(kernel, options | absent | causal, **launch)
     assert compiled.metadata.shared <= SHARED_LIMIT
     assert _stack(compiled, tmp_path) <= STACK_LIMIT.get((name, head_dim), SPILLS)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_decode_kernels_compile_for_hopper_within_limits(queries, head_dim, tmp_path):
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q = meta(2, 6, queries, head_dim, dtype=torch.bfloat16)
+    k = meta(2, 2, 8192, head_dim, dtype=torch.bfloat16)
+    rows = meta(2, 6, queries)
+    mask = Mask(lengths=meta(2, dtype=torch.int64))
+    call = checked_call(q, k, k, mask, None, ScaleInvariant(), rows, rows, rows, q)
+    for name, _, arguments in decode.launches(call, torch.empty_like(q)):
+        warps = arguments.pop("num_warps")
+        constants = {x: arguments[x] for x in arguments if x.isupper() or arguments[x] is None}
+        pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+        types = {x: pointers[value.dtype] for x, value in arguments.items() if isinstance(value, torch.Tensor)}
+        types |= {x: "fp32" for x, value in arguments.items() if isinstance(value, float)}
+        compiled = _compile(getattr(decode_kernels, name), constants, types, num_warps=warps)
+        assert compiled.metadata.shared <= SHARED_LIMIT
+        assert _stack(compiled, tmp_path) <= STACK_LIMIT.get((name, head_dim), SPILLS)

@@ -19,6 +19,7 @@ from affine_attn import (
     explain,
     variant,
 )
+from affine_attn.core.dispatch import ENGINES
 
 B, H, KV, T, D = 2, 4, 2, 5, 8
 Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)
@@ -177,7 +178,8 @@ def test_explain_names_the_engine_that_runs_and_why_the_others_do_not():
     assert lines["blocked"].startswith("runs this call")
     assert lines["sdpa"] == "cannot, the CPU operator has no sliding window"
     assert lines["reference"] == "could, but blocked is preferred"
-    assert lines.keys() == {"sdpa", "flex", "blocked", "reference"}
+    assert lines["triton"] == lines["decode"] == "cannot, Triton kernels need a CUDA device"
+    assert lines.keys() == ENGINES.keys()
 
 
 def test_explain_follows_an_explicit_impl():

@@ -15,7 +15,7 @@ from affine_attn import Mask, ScaleInvariant, attention, attention_stats
 from affine_attn.core import fused
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines import triton
+from affine_attn.core.engines import decode, triton
 from tests.cases import CASES, MASKS, SPECS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,7 +46,7 @@ if INTERPRETED:
 
 @interpreted
 def test_the_kernels_are_really_used():
-    assert fused.interpreted()
+    assert fused.INTERPRETED
     q = torch.randn(1, 1, 4, 16)
     assert fused.why_not(checked_call(q, q, q, Mask(), None, None, 0.0, None, None, None)) is None
 
@@ -147,3 +147,37 @@ def test_statistics(name, mask):
         attention_stats(**stages, mask=mask), attention_stats(**exact, mask=mask), strict=True
     ):
         torch.testing.assert_close(measured, expected, atol=2e-5, rtol=2e-5)
+
+
+# Decoding: (lengths of a static cache, window); None is a full cache.
+CACHES = {"full": (None, None), "lengths": ([50, 37, 2], None), "lengths_window": ([50, 37, 0], 9)}
+
+
+@interpreted
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "affine", "scale_invariant", "alibi", "logn"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_over_a_cache(name, cache, queries, splits):
+    lengths, window = CACHES[cache]
+    shape = Shape(3, 6, 2, queries, 50, 64)
+    inputs = random_inputs(SPECS[name], shape)
+    mask = Mask(window=window, lengths=None if lengths is None else torch.tensor(lengths))
+    if lengths is not None:
+        for row, length in enumerate(lengths):
+            inputs["k"][row, :, length:] = torch.nan  # what lies in unfilled slots changes nothing
+            inputs["v"][row, :, length:] = torch.nan
+    call = checked_call(**(dict.fromkeys(STAGES) | inputs), mask=mask, scale=None)
+    assert decode.why_not(call) is None
+    y = decode.forward(call, splits).y
+    torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_decoding_with_padding_and_documents_by_name():
+    shape = Shape(2, 4, 2, 3, 45, 32)
+    inputs = random_inputs(SPECS["sink+affine+gate"], shape)
+    for mask in ("left_padding", "documents_interleaved", "none"):
+        mask = MASKS[mask](shape, torch.device("cpu"))
+        y = attention(**inputs, mask=mask, impl="decode")
+        torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)

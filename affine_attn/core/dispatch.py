@@ -6,7 +6,7 @@ from torch import Tensor
 
 from affine_attn.core import reference
 from affine_attn.core.call import Call, checked_call
-from affine_attn.core.engines import blocked, flex, sdpa, triton
+from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 
@@ -14,6 +14,7 @@ from affine_attn.core.spec import Logit
 ENGINES: dict[str, ModuleType] = {
     "sdpa": sdpa,
     "triton": triton,
+    "decode": decode,
     "flex": flex,
     "blocked": blocked,
     "reference": reference,
@@ -66,8 +67,8 @@ def explain(
             lines.append(f"{name}: runs this call ({engine.DESCRIPTION})")
         elif reason is not None:
             lines.append(f"{name}: cannot, {reason}")
-        elif name not in order(call):
-            lines.append(f"{name}: only by name, since it builds the dense matrix on the CPU")
+        elif (reason := only_by_name(name, call)) is not None:
+            lines.append(f"{name}: only by name, {reason}")
         else:
             lines.append(f"{name}: could, but {chosen} {'was asked for' if impl != 'auto' else 'is preferred'}")
     return "\n".join(lines)
@@ -76,7 +77,7 @@ def explain(
 def choose(call: Call, impl: str) -> str:
     """The engine's name, or an error that says why it cannot be ``impl``."""
     if impl == "auto":
-        return next(name for name in order(call) if ENGINES[name].why_not(call) is None)
+        return next(n for n in ENGINES if only_by_name(n, call) is None and ENGINES[n].why_not(call) is None)
     if impl not in ENGINES:
         raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
     if (reason := ENGINES[impl].why_not(call)) is not None:
@@ -84,6 +85,8 @@ def choose(call: Call, impl: str) -> str:
     return impl
 
 
-def order(call: Call) -> list[str]:
-    # FlexAttention on the CPU builds the dense matrix; it runs there only when asked for by name.
-    return [name for name in ENGINES if not (name == "flex" and call.q.device.type == "cpu")]
+def only_by_name(name: str, call: Call) -> str | None:
+    """Why "auto" leaves an engine alone although it may be able to run the call, or None."""
+    if name == "flex" and call.q.device.type == "cpu":
+        return "since it builds the dense matrix on the CPU"
+    return decode.ONLY_BY_NAME if name == "decode" else None

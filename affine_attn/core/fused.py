@@ -6,10 +6,10 @@ rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, 
 r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest.
 """
 
-import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -30,36 +30,33 @@ _CHUNK, _STAGES, _ROWS = 32, 3, 1024
 _PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
 
+def _triton_problem() -> str | None:
+    """Why Triton cannot be used at all, or None; asked of the package's metadata, since importing it takes a while."""
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return "triton is not installed"
+    oldest = (3, 6)
+    return None if tuple(int(part) for part in installed.split(".")[:2]) >= oldest else f"triton {installed} is too old"
+
+
+# Constants of the process, so that a compiler tracing why_not has nothing to look up.
+_TRITON_PROBLEM = _triton_problem()
+# Triton's CPU interpreter, which the tests use.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def why_not(call: Call) -> str | None:
     """Why the fused epilogue cannot serve this call, or None."""
-    if (reason := triton_missing()) is not None:
-        return reason
-    if call.q.device.type != "cuda" and not interpreted():
+    if _TRITON_PROBLEM is not None:
+        return _TRITON_PROBLEM
+    if call.q.device.type != "cuda" and not INTERPRETED:
         return "Triton kernels need a CUDA device"
     if call.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the fused epilogue takes bfloat16, float16 or float32, not {call.q.dtype}"
     if call.q.shape[-1] > 256:
         return f"the fused epilogue takes head_dim up to 256, not {call.q.shape[-1]}"
     return None
-
-
-@cache
-def triton_missing() -> str | None:
-    """Why Triton cannot be used at all, or None. Looked up once: it is asked on every call."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return None if version >= (3, 6) else f"triton {triton.__version__} is older than 3.6"
-
-
-@cache
-def interpreted() -> bool:
-    """Triton's CPU interpreter, which the tests use."""
-    from triton import knobs
-
-    return knobs.runtime.interpret
 
 
 def _kernels() -> Any:

@@ -37,9 +37,6 @@ Backward = Callable[[Call, Tensor, Output], Gradients]
 def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[[Call], Tensor]:
     """Define ``affine_attn::name`` and its backward; returns the differentiable function of a call."""
 
-    def run(*flat) -> tuple[Tensor, ...]:
-        return tuple(forward(Flat(*flat).call()))
-
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse, sums))
         # An operator returns tensors only: absent gradients travel as empty ones.
@@ -51,10 +48,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
     def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:7]]
 
-    op = torch.library.custom_op(
-        f"affine_attn::{name}", run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-    )
-    op.register_fake(lambda *flat: tuple(fake(Flat(*flat).call())))
+    op = _operator(name, forward, fake)
     op_backward = torch.library.custom_op(
         f"affine_attn::{name}_backward",
         run_backward,
@@ -100,11 +94,27 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
             gradients = backward(Flat(*tensors, *ctx.options).call(), dy, Output(y, out, lse, sums))
             return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 
-    def run_call(call: Call) -> Tensor:
-        is_traced = torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
-        return op(*call.flat())[0] if is_traced else Eager.apply(*call.flat())
+    return lambda call: op(*call.flat())[0] if _is_traced(call) else Eager.apply(*call.flat())
 
-    return run_call
+
+def register_inference(name: str, forward: Forward, fake: Forward) -> Callable[[Call], Tensor]:
+    """The same for an engine without a backward."""
+    op = _operator(name, forward, fake)
+    return lambda call: op(*call.flat())[0] if _is_traced(call) else forward(call).y
+
+
+def _operator(name: str, forward: Forward, fake: Forward):
+    def run(*flat) -> tuple[Tensor, ...]:
+        return tuple(forward(Flat(*flat).call()))
+
+    schema = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    op = torch.library.custom_op(f"affine_attn::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(lambda *flat: tuple(fake(Flat(*flat).call())))
+    return op
+
+
+def _is_traced(call: Call) -> bool:
+    return torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
 
 
 def _laid_out_like(x: Tensor, gradient: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""Engine ``decode``: few queries over a long cache, in one pass over its keys and values. Inference only.
+
+Keys are split over programs, the query heads of a kv head share one tile, and the sum of the values is gathered while
+they stream by (kernels/decode.py). Only by name so far: its numbers on a GPU are not in yet.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from affine_attn.core import fused
+from affine_attn.core.call import Call
+from affine_attn.core.engines.composed import row_scaled
+from affine_attn.core.ops import Output, register_inference
+from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
+
+DESCRIPTION = "one pass over the cache, split over keys; inference only"
+# Asked for by name until it has been measured where it matters.
+ONLY_BY_NAME = "not chosen by itself before it has been measured on a GPU"
+
+MAX_QUERIES = 16
+_LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q
+
+# Cost model of the split rule, in units of the time a program takes for one tile.
+_START_COST = 2.0  # fill the pipeline, load q, write the partial result (and read it again)
+_COMBINE_COST = 0.1  # per split: the combine reads them one block after another
+_TAIL_COST = 0.25  # the last programs run alone for about this fraction of their length
+_SECOND_LAUNCH_COST = 2.0  # splits > 1 needs the combine kernel
+
+_TILE_BYTES = 16 * 1024  # of K (and of V) per tile: 32 KiB per pipeline stage
+_STAGES = 3
+
+
+def why_not(call: Call) -> str | None:
+    if (reason := fused.why_not(call)) is not None:
+        return reason
+    if call.needs_grad:
+        return "it has no backward"
+    if not 0 < call.tq <= MAX_QUERIES:
+        return f"it takes 1 to {MAX_QUERIES} queries, not {call.tq}"
+    if call.tk == 0 or (call.mask.lengths is None and call.tq > call.tk):
+        return "it needs a key for every query"
+    if isinstance(call.logit, Alibi) and not call.mask.causal:
+        return "its distance logits are causal"
+    return None
+
+
+def forward(call: Call, splits: int | None = None) -> Output:
+    call = row_scaled(call)
+    y = torch.empty_like(call.q)
+    for kernel, grid, arguments in launches(call, y, splits):
+        getattr(_kernels(), kernel)[grid](**arguments)
+    return Output(y, *(y.new_empty(0) for _ in range(3)))
+
+
+def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str, tuple[int, ...], dict[str, Any]]]:
+    """(kernel, grid, arguments) of each launch; needs no device, so the ahead-of-time test sees what runs."""
+    batch, heads, queries, dim = call.q.shape
+    kv_heads, keys = call.k.shape[1:3]
+    group, mask = heads // kv_heads, call.mask
+    q, k, v = (_dense(x) for x in (call.q, call.k, call.v))
+    padding = None if mask.padding is None else _dense(mask.padding).view(torch.uint8)
+    documents, lengths = (None if x is None else _dense(x) for x in (mask.documents, mask.lengths))
+    sink = call.sink
+    if sink is not None:
+        if not isinstance(sink, Tensor):
+            # Filled on the device: a copy from the host would wait for it.
+            sink = torch.full((heads,), sink, dtype=torch.float32, device=q.device)
+        sink = (sink[None, :, None] if sink.ndim == 1 else sink).expand(batch, heads, queries)
+    gate = None if call.gate is None else call.gate.expand(batch, heads, queries, dim)
+    rows = (group + (call.beta is not None)) * queries
+    block_m, block_n, block_d, warps = _tile(rows, dim, q.element_size())
+    row_blocks = -(-rows // block_m)
+    if splits is None:
+        seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
+        # Programs a multiprocessor holds at once, by their registers and shared memory.
+        light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
+        slots = _multiprocessors(q.device) * (3 if light else 2)
+        splits = choose_splits(batch * kv_heads * row_blocks, -(-seen // block_n), slots)
+    # The epilogue needs the zero head and all its query heads in one program.
+    is_fused = splits == 1 and row_blocks == 1
+    acc = top = total = None
+    if not is_fused:
+        acc = torch.empty(batch, kv_heads, rows, splits, dim, dtype=torch.float32, device=q.device)
+        top, total = torch.empty(2, batch, kv_heads, rows, splits, dtype=torch.float32, device=q.device)
+    shared = {
+        "p_sink": sink, "p_alpha": call.alpha, "p_beta": call.beta, "p_gate": gate, "p_y": y,
+        "p_acc": acc, "p_m": top, "p_l": total, "p_lengths": lengths, "TK": keys, "window": mask.window or 0,
+        "splits": splits, "HAS_WINDOW": mask.window is not None, "KV_HEADS": kv_heads, "GROUP": group, "TQ": queries,
+        "D": dim, "BLOCK_N": block_n, "BLOCK_D": block_d,
+        **_strides(sink, "s", "bhi"), **_strides(call.alpha, "a", "bhi"), **_strides(call.beta, "b", "bhi"),
+        **_strides(gate, "g", "bhid"), **_strides(y, "y", "bhi"),
+    }  # fmt: skip
+    tau = call.logit.tau if isinstance(call.logit, ScaleInvariant) else 1.0
+    split = shared | {
+        "p_q": q, "p_k": k, "p_v": v, "p_padding": padding, "p_documents": documents,
+        "scale_log2": call.scale * math.log2(math.e), "inverse_tau": 1.0 / tau,
+        "stride_padding_b": 0 if padding is None else padding.stride(0),
+        "stride_documents_b": 0 if documents is None else documents.stride(0),
+        "LOGIT": _LOGITS[type(call.logit)], "CAUSAL": mask.causal, "FUSED": is_fused, "BLOCK_M": block_m,
+        "NUM_STAGES": _STAGES, "num_warps": warps,
+        **_strides(q, "q", "bhi"), **_strides(k, "k", "bhn"), **_strides(v, "v", "bhn"),
+    }  # fmt: skip
+    plan: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+        ("decode_split_kernel", (kv_heads * row_blocks, splits, batch), split)
+    ]
+    if not is_fused:
+        plan.append(("decode_combine_kernel", (heads * queries, batch), shared | {"BLOCK_S": 8, "num_warps": 4}))
+    return plan
+
+
+def _tile(rows: int, dim: int, bytes_per_element: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_D, warps): a product wants at least 16 rows; K and V tiles have constant bytes."""
+    is_wide = bytes_per_element > 2
+    block_d = max(16, 1 << (dim - 1).bit_length())
+    block_m = min(16 if is_wide else 64, max(16, 1 << (rows - 1).bit_length()))
+    block_n = min(128, max(16, _TILE_BYTES // (block_d * bytes_per_element)))
+    # At most 64 fp32 accumulators per thread.
+    warps = 8 if is_wide or block_m * block_d > 64 * 128 else 4
+    return block_m, block_n, block_d, warps
+
+
+@functools.cache
+def choose_splits(programs: int, tiles: int, slots: int) -> int:
+    """Into how many key ranges to cut, so that the GPU is full and so is its last wave; from shapes alone.
+
+    ``programs`` at one split, key ``tiles`` of a full row, ``slots`` for programs on the GPU. The time of S splits is
+    modelled as waves of equal programs plus what is lost at the end and in the combine. With lengths a row's own keys
+    are divided by the same S, so a half-empty static cache still fills the GPU.
+    """
+
+    def time(splits: int) -> float:
+        tiles_each = math.ceil(tiles / splits)
+        waves = math.ceil(programs * splits / slots)
+        combine = 0.0 if splits == 1 else _COMBINE_COST * splits + _SECOND_LAUNCH_COST
+        return waves * (tiles_each + _START_COST) + _TAIL_COST * tiles_each + combine
+
+    # More than four waves only add combine work; a split of less than one tile is empty.
+    most = max(1, min(tiles, math.ceil(4 * slots / programs)))
+    return min(range(1, most + 1), key=time)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # The interpreter and ahead-of-time runs plan as on an H200.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _strides(x: Tensor | None, name: str, axes: str) -> dict[str, int]:
+    """{"stride_<name><axis>": stride}; zeros for an absent tensor."""
+    return {f"stride_{name}{axis}": 0 if x is None else x.stride(n) for n, axis in enumerate(axes)}
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernels() -> Any:
+    from affine_attn.core.kernels import decode
+
+    return decode
+
+
+def fake(call: Call) -> Output:
+    y = torch.empty_like(call.q)
+    return Output(y, *(y.new_empty(0) for _ in range(3)))
+
+
+run = register_inference("decode", forward, fake)
