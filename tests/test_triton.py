@@ -108,6 +108,17 @@ def test_half_precision(dtype):
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
+@interpreted
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_any_memory_layout_will_do(engine):
+    inputs = random_inputs(SPECS["sink+affine+gate"], SHAPES[0])
+    for layout in ((0, 2, 1, 3), (3, 2, 0, 1)):
+        back = tuple(torch.tensor(layout).argsort().tolist())
+        for name in ("q", "k", "v", "gate"):
+            inputs[name] = inputs[name].permute(layout).contiguous().permute(back)
+        assert not [d for d in deviations(engine, inputs) if not d.within]
+
+
 # Every logit, mask and combination of stages that the triton engine takes, thinned out: the interpreter is slow.
 DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case.shape.tk < 60][::5]
 

@@ -149,7 +149,15 @@ def checked_call(
         _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
-    return Call(q, k, value, mask, dim**-0.5 if scale is None else float(scale), logit, sink, alpha, beta, gate)
+    factor = dim**-0.5 if scale is None else float(scale)
+    q, k, value = (_with_dense_rows(x) for x in (q, k, value))
+    gate = None if gate is None else _with_dense_rows(gate)
+    return Call(q, k, value, mask, factor, logit, sink, alpha, beta, gate)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """Kernels read a head's channels as neighbours in memory; a tensor laid out otherwise is copied."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _check_stage(name: str, tensor: Tensor, shapes: list[tuple[int, ...]], q: Tensor) -> None:

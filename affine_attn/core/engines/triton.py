@@ -221,10 +221,6 @@ def _kernels(name: str) -> Any:
     return importlib.import_module(f"affine_attn.core.kernels.distance_{name}")
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
@@ -235,7 +231,7 @@ def _blocks(length: int, block: int) -> int:
 
 def _attend(call: Call) -> tuple[Tensor, Tensor]:
     launch, config = Launch(call), _config("forward", call.q)
-    q, k, v = (_rows_contiguous(x) for x in (call.q, call.k, call.v))
+    q, k, v = call.q, call.k, call.v
     out = torch.empty_like(call.q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _kernels("forward").distance_forward_kernel[(_blocks(launch.rows, config.block_m), launch.programs)](
@@ -249,7 +245,8 @@ def _attend(call: Call) -> tuple[Tensor, Tensor]:
 def _attend_backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Deterministic: every kernel owns what it writes."""
     launch, kernels = Launch(call), _kernels("backward")
-    q, k, v, do = (_rows_contiguous(x) for x in (call.q, call.k, call.v, do))
+    q, k, v = call.q, call.k, call.v
+    do = do if do.stride(-1) == 1 else do.contiguous()
     base2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     rows = 64
@@ -290,7 +287,7 @@ class ScoreStatistics(NamedTuple):
 def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
     """Statistics of the scores in one pass over q and k; first_key int [B, Tq], -1 = none."""
     launch, config = Launch(call), _config("statistics", call.q)
-    q, k = _rows_contiguous(call.q), _rows_contiguous(call.k)
+    q, k = call.q, call.k
     results = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in ScoreStatistics._fields]
     _kernels("forward").qk_statistics_kernel[(_blocks(launch.rows, config.block_m), launch.programs)](
         q, k, first_key.to(torch.int32).contiguous(), *results, launch.documents, launch.first, launch.last,
