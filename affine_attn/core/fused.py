@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,13 @@ _PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
 
 def _triton_problem() -> str | None:
-    """Why Triton cannot be used at all, or None; asked of the package's metadata, since importing it takes a while."""
+    """Why Triton cannot be used at all, or None; found without importing it, which takes a while."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
     try:
         installed = version("triton")
     except PackageNotFoundError:
-        return "triton is not installed"
+        return None  # the module comes from a distribution of another name, as in ROCm builds
     oldest = (3, 6)
     return None if tuple(int(part) for part in installed.split(".")[:2]) >= oldest else f"triton {installed} is too old"
 
