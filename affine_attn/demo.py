@@ -12,7 +12,6 @@ from torch import Tensor
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES, attention, choose
-from affine_attn.core.masks import Mask
 from affine_attn.core.variants import VARIANTS
 from affine_attn.measure import side_by_side
 
@@ -51,7 +50,7 @@ def run_demo(console: Console) -> None:
 
 def _engine_and_reasons(inputs: dict[str, Any]) -> tuple[str, list[str]]:
     leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    call = checked_call(**{"sink": None, "alpha": None, "beta": None, "gate": None, **leaves}, mask=Mask(), scale=None)
+    call = checked_call(**leaves)
     reasons = {name: engine.why_not(call) for name, engine in ENGINES.items()}
     return choose(call, "auto"), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn import VARIANTS, Mask, attention
+from affine_attn import VARIANTS, attention
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import choose
@@ -154,8 +154,7 @@ def engine_of(label: str, inputs: dict) -> str:
     if label not in VARIANTS:
         return label
     leaves = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    complete = {"sink": None, "alpha": None, "beta": None, "gate": None} | leaves
-    return choose(checked_call(**complete, mask=Mask(), scale=None), "auto")
+    return choose(checked_call(**leaves), "auto")
 
 
 def peak_mib(label: str, shape: Shape, mode: str, device: torch.device, run) -> float:

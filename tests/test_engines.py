@@ -18,11 +18,7 @@ def _arguments(case: Case, device: str = "cpu"):
 def _runs(engine: str, case: Case, device: str = "cpu") -> bool:
     inputs, mask = _arguments(case, device)
     leaves = {name: x.requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    return ENGINES[engine].why_not(checked_call(mask=mask, **_complete(leaves))) is None
-
-
-def _complete(inputs: dict) -> dict:
-    return dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
+    return ENGINES[engine].why_not(checked_call(mask=mask, **leaves)) is None
 
 
 def _assert_within(case: Case, engine: str, device: str = "cpu"):

@@ -24,7 +24,6 @@ SHAPES = [
     Shape(1, 3, 1, 70, 133, 80),  # chunked prefill, head dim off the power of two, group of 3
     Shape(1, 2, 2, 140, 140, 64),  # three tiles: sums of later tiles travel
 ]
-STAGES = ("sink", "alpha", "beta", "gate")
 # What the epilogue sees: the specs whose logit a stock kernel can compute.
 EPILOGUES = {name: spec for name, spec in SPECS.items() if spec.logit is None}
 
@@ -48,7 +47,7 @@ if INTERPRETED:
 def test_the_kernels_are_really_used():
     assert fused.INTERPRETED
     q = torch.randn(1, 1, 4, 16)
-    assert fused.why_not(checked_call(q, q, q, Mask(), None, None, 0.0, None, None, None)) is None
+    assert fused.why_not(checked_call(q, q, q, sink=0.0)) is None
 
 
 @interpreted
@@ -128,7 +127,7 @@ DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case
 def test_the_triton_engine(case):
     inputs = random_inputs(case.spec, case.shape, largest_logit=case.largest_logit)
     mask = case.mask(case.shape, torch.device("cpu"))
-    reason = triton.why_not(checked_call(**(dict.fromkeys(STAGES) | inputs), mask=mask, scale=None))
+    reason = triton.why_not(checked_call(**inputs, mask=mask))
     if reason is not None:
         pytest.skip(reason)
     assert not [d for d in deviations("triton", inputs, mask) if not d.within]
@@ -178,7 +177,7 @@ def test_decoding_over_a_cache(name, cache, queries, splits):
         for row, length in enumerate(lengths):
             inputs["k"][row, :, length:] = torch.nan  # what lies in unfilled slots changes nothing
             inputs["v"][row, :, length:] = torch.nan
-    call = checked_call(**(dict.fromkeys(STAGES) | inputs), mask=mask, scale=None)
+    call = checked_call(**inputs, mask=mask)
     assert decode.why_not(call) is None
     y = decode.forward(call, splits).y
     torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)

@@ -20,7 +20,7 @@ from affine_attn.core import reference
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import AttentionSpec, Logit
+from affine_attn.core.spec import AttentionSpec
 
 GRADIENTS_OF = ("q", "k", "v", "sink", "alpha", "beta", "gate")
 
@@ -114,8 +114,7 @@ def deviations(
 
 
 def _rounding(exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask: Mask, scale: float | None) -> float:
-    arguments = {"sink": None, "alpha": None, "beta": None, "gate": None, **exact_inputs}
-    call = checked_call(**arguments, mask=mask, scale=scale)
+    call = checked_call(**exact_inputs, mask=mask, scale=scale)
     everything = slice(0, call.tq), slice(0, call.tk)
     visible = call.visible(*everything)
     s = reference.scores(call, call.k, visible, *everything)
@@ -139,16 +138,4 @@ def _deviation(name: str, x: Tensor, yardstick: Tensor, truth: Tensor, rounding:
 
 
 def _reference(mask: Mask, scale: float | None, matmul: torch.dtype | None = None):
-    def function(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        logit: Logit | None = None,
-        sink: Tensor | float | None = None,
-        alpha: Tensor | None = None,
-        beta: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> Tensor:
-        return reference.run(checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate), matmul=matmul)
-
-    return function
+    return lambda **inputs: reference.run(checked_call(**inputs, mask=mask, scale=scale), matmul=matmul)

@@ -96,13 +96,13 @@ def checked_call(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    mask: Mask,
-    scale: float | None,
-    logit: Logit | None,
-    sink: Tensor | float | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    gate: Tensor | None,
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    logit: Logit | None = None,
+    sink: Tensor | float | None = None,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Call:
     """Validate and normalise; ``v=None`` (statistics) borrows k's place."""
     value = k if v is None else v

@@ -20,10 +20,10 @@ from affine_attn.core.spec import LogN
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
 # (call, do, out, lse) -> dq, dk, dv
-AttentionBackward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+EngineBackward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def compose(name: str, attend: Attention, attend_backward: AttentionBackward, look_on: tuple[str, ...]):
+def compose(name: str, attend: Attention, attend_backward: EngineBackward, look_on: tuple[str, ...]):
     """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for."""
 
     def forward(call: Call) -> Output:
