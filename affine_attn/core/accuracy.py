@@ -22,8 +22,6 @@ from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import AttentionSpec
 
-GRADIENTS_OF = ("q", "k", "v", "sink", "alpha", "beta", "gate")
-
 
 @dataclass(frozen=True)
 class Shape:

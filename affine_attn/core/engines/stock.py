@@ -30,11 +30,11 @@ def why_not(q: Tensor, k: Tensor, causal: bool, window: int | None) -> str | Non
     return None
 
 
-def kernel(q: Tensor, k: Tensor, window: int | None) -> str:
-    """The operator that :func:`forward` calls."""
+def kernel(q: Tensor) -> str:
+    """The operator that runs calls without a window (windows are the flash operator's)."""
     if q.device.type == "cpu":
         return "flash_for_cpu"
-    if window is None and q.shape[-1] <= 128 and q.shape[2] > 1 and _major(q.device) >= 9:
+    if q.shape[-1] <= 128 and q.shape[2] > 1 and _major(q.device) >= 9:
         return "cudnn"
     return "flash"
 
@@ -46,9 +46,9 @@ def _major(device: torch.device) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    name = kernel(q, k, window)
-    if name == "flash" and window is not None:
+    if window is not None:
         return _window_forward(q, k, v, scale, window)
+    name = kernel(q)
     pieces = _pieces(q.shape[2], k.shape[2], causal)
     results = [_FORWARD[name](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
     return results[0] if len(results) == 1 else _merge(*results[0], *results[1])
@@ -57,9 +57,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window:
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = kernel(q, k, window)
-    if name == "flash" and window is not None:
+    if window is not None:
         return _window_backward(do, q, k, v, o, z, scale, window)
+    name = kernel(q)
     pieces = _pieces(q.shape[2], k.shape[2], causal)
     results = [
         _BACKWARD[name](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
