@@ -1,14 +1,12 @@
 """Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
 
-Forward: one small kernel sums the values of each tile, one kernel writes y. Backward: where a row factor r (alpha, a
-headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward
-rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative
-r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest.
+Forward: one kernel reads o and v once and writes y. Backward: where a row factor r (alpha, a headwise gate) is all that
+stands between dy and the attention, no scaled copy of dy is made. The stock backward rebuilds weights as exp(s - lse),
+so lse - log |r| makes them |r| times larger, and every gradient with them; a negative r flips the sign of its dy rows
+in place for the duration of the stock backward. One kernel then does the rest.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,19 +14,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.core import visible_sums
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.ops import Gradients, Output
 
-_ELEMENTWISE = 2  # as in the kernels
+_RELAYED, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
+_ELEMENTWISE = 2
 
-# Tokens of a tile and warps of a program, by padded head_dim.
-_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
 
-# Sums of later tiles read at once, software pipelining over the heads of a group, rows a sign check covers.
-_CHUNK, _STAGES, _ROWS = 32, 3, 1024
-# Columns that one program of the prefix kernel walks down, and how.
-_PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
+class _Tile(NamedTuple):
+    """Tokens of a tile; columns and warps of a forward program; warps of a backward program, which has all columns."""
+
+    tokens: int
+    columns: int
+    warps: int
+    backward_warps: int
+
+
+# By padded head_dim, timed on an H200 (LOG.md).
+_TILES = {
+    16: _Tile(64, 16, 4, 4),
+    32: _Tile(64, 32, 4, 4),
+    64: _Tile(64, 64, 4, 4),
+    128: _Tile(32, 64, 2, 4),
+    256: _Tile(32, 64, 2, 8),
+}
+# Tiles in a leg of a relay, rows a sign check covers.
+_LEG, _ROWS = 16, 1024
+_LAB_F, _LAB_B = {}, {}
 
 
 def _triton_problem() -> str | None:
@@ -69,55 +83,69 @@ def _kernels() -> Any:
     return epilogue
 
 
-class _Tiling(NamedTuple):
-    tokens: int
-    warps: int
+class _Plan(NamedTuple):
+    """How the sums of visible values come about, and the sizes all kernels of a call share."""
+
+    tile: _Tile
     d: int  # head_dim rounded up to a power of two
-    query_tiles: int
-    n_older: int  # key tiles before the first query's
-    older: int
+    tiles: int
+    legs: int
+    sums: int
+    older: int  # keys before the first query's
 
-    @property
-    def tiles(self) -> int:
-        return self.n_older + self.query_tiles
-
-    @property
-    def first(self) -> int:
-        return self.older - self.n_older * self.tokens
+    def sizes(self, call: Call) -> dict[str, int]:
+        return {"HEAD_DIM": call.q.shape[-1], "D": self.d, "T": self.tile.tokens, "LEG": _LEG}
 
 
-def _tiling(call: Call) -> _Tiling:
+def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tokens, warps = _TILES[d]
-    # Without a causal mask every query sees every key; tiles then only cut the sum.
-    older = call.tk - call.tq if call.mask.causal else 0
-    covered = call.tq if call.mask.causal else call.tk
-    return _Tiling(tokens, warps, d, -(-covered // tokens), -(-older // tokens), older)
+    tiles = -(-call.tq // _TILES[d].tokens)
+    sums = 0 if call.beta is None else _TABLE if _is_restricted(call) else _RELAYED if call.mask.causal else _WHOLE
+    return _Plan(_TILES[d], d, tiles, tiles // _LEG + 1, sums, call.tk - call.tq)
+
+
+def _is_restricted(call: Call) -> bool:
+    """Is the mask more than causal?"""
+    return bool(call.mask.tensors) or call.mask.window is not None
+
+
+def _relay(call: Call, plan: _Plan) -> Tensor | None:
+    """An empty relay per kv head: a total per tile, and what each leg starts with."""
+    if plan.sums not in (_RELAYED, _WHOLE):
+        return None
+    shape = (call.v.shape[0] * call.v.shape[1], plan.tiles + plan.legs, plan.d)
+    return torch.full(shape, _kernels().UNSET.value, dtype=torch.int32, device=call.v.device).view(torch.float32)
 
 
 def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    kernels = _kernels()
-
-    tiling = _tiling(call)
+    plan = _plan(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    prefix = _value_prefix(call, tiling)
+    sums, base = fake_sums(call), None
+    if plan.sums == _WHOLE:
+        sums = call.v.sum(2, dtype=torch.float32)
+    elif plan.sums == _TABLE:
+        sums = visible_sums.visible_sums(call)
+    elif plan.sums == _RELAYED and plan.older > 0:
+        base = call.v[:, :, : plan.older].sum(2, dtype=torch.float32)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
-    batch, heads, queries, head_dim = call.q.shape
-    kernels.epilogue_kernel[(-(-queries // tiling.tokens), batch * call.k.shape[1])](
-        o, z, call.v, prefix, sink, alpha, beta, gate, y, lse,
+    batch, heads, queries, _ = call.q.shape
+    kv_heads = call.k.shape[1]
+    relay = _relay(call, plan) if plan.sums == _RELAYED else None
+    _kernels().epilogue_kernel[(batch * kv_heads * (plan.d // plan.tile.columns), plan.tiles)](
+        o, z, call.v, base, relay, sums, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        heads, call.k.shape[1], queries, tiling.older, tiling.n_older, tiling.tiles, constant,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
-        GATE=_gate_kind(gate), KEEP_OUT=not in_place, CAUSAL=call.mask.causal,
-        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, STAGES=_STAGES, num_warps=tiling.warps,
+        heads, kv_heads, queries, plan.older, plan.tiles, plan.legs, constant,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, SUMS=plan.sums, HAS_BASE=base is not None,
+        GATE=_gate_kind(gate), KEEP_OUT=not in_place, SLICE=plan.tile.columns, **plan.sizes(call),
+        num_warps=plan.tile.warps, **_LAB_F,
     )  # fmt: skip
-    return Output(y, o.new_empty(0) if in_place else o, lse, lse.new_empty(0) if prefix is None else prefix)
+    return Output(y, o.new_empty(0) if in_place else o, lse, sums)
 
 
 def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
@@ -125,62 +153,51 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    kernels = _kernels()
-
-    tiling = _tiling(call)
+    kernels, plan = _kernels(), _plan(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
     sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
-    query_tiles = -(-queries // tiling.tokens)
-    sizes = {"HEAD_DIM": head_dim, "D": tiling.d, "T": tiling.tokens, "num_warps": tiling.warps}
     elementwise = _gate_kind(gate) == _ELEMENTWISE
+    do = dy
     if elementwise:
         do = torch.empty_like(dy)
-        kernels.gated_gradient_kernel[(query_tiles, batch * heads)](
+        kernels.gated_gradient_kernel[(plan.tiles, batch * heads)](
             dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, **sizes,
+            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=plan.tile.tokens,
+            num_warps=plan.tile.backward_warps,
         )  # fmt: skip
-        dq, dk, dv = attention_backward(do, o, output.saved_lse)
-    else:
-        with _negated_rows(dy, alpha, gate, tiling):
-            dq, dk, dv = attention_backward(dy, o, output.saved_lse)
+    elif alpha is not None or gate is not None:
+        # For the duration of the stock backward: the epilogue's restores them.
+        kernels.negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
+            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
+            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
+            HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
+        )  # fmt: skip
+    dq, dk, dv = attention_backward(do, o, output.saved_lse)
     row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
     dgate = None if gate is None else torch.empty_like(gate)
     if dgate is not None and not elementwise:
         dgate = dgate.contiguous()  # one number per row, written like the other rows
-    prefix = totals = None
-    if beta is not None:
-        prefix = output.saved_sums
-        totals = torch.empty(batch * kv_heads, query_tiles, tiling.d, dtype=torch.float32, device=dy.device)
-    pointers = (dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate, dsink, dalpha, dbeta, dgate, totals)
-    strides = (*_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate))
-    counts = (heads, kv_heads, queries, tiling.older, tiling.n_older, tiling.tiles, query_tiles)
-    constants = {
-        "SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None,
-        "CAUSAL": call.mask.causal, "STAGES": _STAGES,
-    } | sizes  # fmt: skip
-    grid = (query_tiles, batch * kv_heads)
-    if elementwise:
-        kernels.gated_row_gradients_kernel[grid](
-            *pointers, *strides, *_strides(dgate), *_sink_strides(sink), *counts, **constants
-        )
-    else:
-        kernels.row_gradients_kernel[grid](
-            *pointers, *strides, *_sink_strides(sink), *counts, HAS_GATE=gate is not None, **constants
-        )
-    if totals is not None and call.mask.causal:
-        kernels.value_gradient_kernel[grid](
-            dy, beta, gate, totals, dv, *_strides(dy), *_strides(gate), *_strides(dv),
-            heads, kv_heads, queries, tiling.older, query_tiles,
-            GATE=_gate_kind(gate), CHUNK=_CHUNK, STAGES=_STAGES, **sizes,
-        )  # fmt: skip
-    if totals is not None and (not call.mask.causal or tiling.older):
+    relay = _relay(call, plan)
+    weighted = torch.empty_like(output.saved_sums) if plan.sums == _TABLE else None
+    kernels.epilogue_backward_kernel[(batch * kv_heads, plan.tiles)](
+        dy, o, output.saved_lse, call.v, relay, output.saved_sums, sink, alpha, beta, gate,
+        dsink, dalpha, dbeta, dgate, dv, weighted,
+        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
+        *_sink_strides(sink), *_strides(dv),
+        heads, kv_heads, queries, plan.older, plan.tiles, plan.legs,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, SUMS=plan.sums, GATE=_gate_kind(gate),
+        **plan.sizes(call), num_warps=plan.tile.backward_warps, **_LAB_B,
+    )  # fmt: skip
+    if weighted is not None:
+        visible_sums.add_seen_by(call, weighted, dv)
+    elif relay is not None and (plan.sums == _WHOLE or plan.older > 0):
         # Keys that every query sees get the whole sum.
-        seen_by_all = slice(0, tiling.older if call.mask.causal else call.tk)
-        whole = totals.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
+        seen_by_all = slice(0, call.tk if plan.sums == _WHOLE else plan.older)
+        whole = relay[:, : plan.tiles].sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
     if dsink is not None:
         dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
@@ -192,46 +209,16 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     )  # fmt: skip
 
 
-@contextmanager
-def _negated_rows(dy: Tensor, alpha: Tensor | None, gate: Tensor | None, tiling: _Tiling) -> Iterator[None]:
-    """Inside, rows of dy whose factor alpha * gate is negative are negated, in place and in stream order."""
-    batch, heads, queries, head_dim = dy.shape
-
-    def negate() -> None:
-        _kernels().negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
-            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
-            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-            HEAD_DIM=head_dim, D=tiling.d, ROWS=_ROWS, T=16, num_warps=4,
-        )  # fmt: skip
-
-    has_factor = alpha is not None or gate is not None
-    if has_factor:
-        negate()
-    yield
-    if has_factor:
-        negate()
-
-
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves as sums."""
-    tiling = _tiling(call)
-    shape = (0,) if call.beta is None else (call.v.shape[0] * call.v.shape[1], tiling.tiles + 1, tiling.d)
+    plan = _plan(call)
+    batch, kv_heads, _, head_dim = call.v.shape
+    shape = {
+        _RELAYED: (batch * kv_heads, plan.tiles, plan.d),
+        _WHOLE: (batch, kv_heads, head_dim),
+        _TABLE: (batch, kv_heads, call.tq, head_dim),
+    }.get(plan.sums, (0,))
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
-
-
-def _value_prefix(call: Call, tiling: _Tiling) -> Tensor | None:
-    if call.beta is None:
-        return None
-    kernels = _kernels()
-
-    batch, kv_heads, keys, head_dim = call.v.shape
-    prefix = fake_sums(call)
-    columns = min(_PREFIX_SLICE, tiling.d)
-    kernels.value_prefix_kernel[(batch * kv_heads, tiling.d // columns)](
-        call.v, prefix, *_strides(call.v), kv_heads, keys, tiling.first, tiling.tiles,
-        HEAD_DIM=head_dim, D=tiling.d, SLICE=columns, T=tiling.tokens, STAGES=_PREFIX_STAGES, num_warps=_PREFIX_WARPS,
-    )  # fmt: skip
-    return prefix
 
 
 def _sink_kind(sink: Tensor | float | None) -> int:

@@ -1,11 +1,11 @@
 """Triton kernels of the fused epilogue: stages 2 to 4 around any attention that returns (o, z).
 
 Legend. p_ pointer, b_ block of values, o_ offsets, m_ mask. T tokens of a tile, D head dim padded to a power of two.
-The sums u of visible values of a tile are its own running sums plus the sum of all earlier tiles, which a small kernel
-prepares. The backward has the mirror image, sums over later tiles, of what its first kernel adds up per tile.
 
-Tiles are anchored at the queries: tile c of the keys covers slots from first + c*T, first = older - n_older*T <= 0, so
-query tile r and key tile n_older + r cover the same slots.
+Sums over tokens travel in a relay, so that every tensor is read once: a program publishes the total of its tile, adds up
+what the programs before it have published, and goes on. Programs start in the order of their ids, so whoever is waited
+for is running or done. A relay is cut into legs: within its leg a program adds the totals one by one, and the last of a
+leg hands on the sum of everything so far. The additions are always the same, in the same order.
 """
 
 import triton
@@ -17,78 +17,99 @@ LEARNED_SINK: tl.constexpr = tl.constexpr(2)
 NO_GATE: tl.constexpr = tl.constexpr(0)
 HEADWISE: tl.constexpr = tl.constexpr(1)
 ELEMENTWISE: tl.constexpr = tl.constexpr(2)
+# Where the sums u of visible values come from: nowhere, a relay over the tiles of a causal mask, one sum for all
+# queries, or a table with a row per query.
+NO_SUMS: tl.constexpr = tl.constexpr(0)
+RELAYED: tl.constexpr = tl.constexpr(1)
+WHOLE: tl.constexpr = tl.constexpr(2)
+TABLE: tl.constexpr = tl.constexpr(3)
+# Bits of a NaN that stand for "not yet published".
+UNSET: tl.constexpr = tl.constexpr(0x7FC0A55A)
 
 
 @triton.jit
-def value_prefix_kernel(
-    p_v, p_prefix, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, tiles,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """prefix[b * kv_heads + h, c, :] = sum of the values before key tile c, fp32; entry ``tiles`` is the whole sum.
+def _publish(p_x, b_x):
+    """Any NaN is published as the ordinary one: no value is mistaken for an absent one."""
+    tl.store(p_x, tl.where(b_x == b_x, b_x, float("nan")))
 
-    One program walks down a slice of the columns of one kv head, so the sum never leaves its registers.
+
+@triton.jit
+def _await(p_x, m_x):
+    """What other programs publish at p_x, as soon as all of it is there; each value is its own sign of arrival."""
+    b_x = tl.load(p_x, mask=m_x, other=0.0, volatile=True)
+    while tl.max((b_x.to(tl.int32, bitcast=True) == UNSET).to(tl.int32)) == 1:
+        b_x = tl.load(p_x, mask=m_x, other=0.0, volatile=True)
+    return b_x
+
+
+@triton.jit
+def _sum_before(p_relay, b_total, n, o_d, stops, D: tl.constexpr, LEG: tl.constexpr):
+    """Hand in the total of stop n of a relay; the sum of all stops before it.
+
+    p_relay [stops + legs, D] holds a total per stop, then the sum of everything before each leg.
     """
-    bh = tl.program_id(0).to(tl.int64)
-    o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    p_v += (bh // kv_heads) * stride_vb + (bh % kv_heads) * stride_vh
-    p_prefix += bh * (tiles + 1) * D + o_d
-    b_sum = tl.zeros([SLICE], tl.float32)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        o_t = first + tile * T + tl.arange(0, T)
-        m_v = ((o_t >= 0) & (o_t < keys))[:, None] & (o_d < HEAD_DIM)[None, :]
-        # [T, SLICE]
-        b_v = tl.load(p_v + o_t[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
-        tl.store(p_prefix + tile * D, b_sum)
-        b_sum += tl.sum(b_v.to(tl.float32), 0)
-    tl.store(p_prefix + tiles * D, b_sum)
-
-
-@triton.jit
-def _visible_values(
-    p_v, p_prefix, o_slot, m_v, stride_vt, tile, n_older, tiles,
-    CAUSAL: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """u of a tile of queries, fp32 [T, D]."""
-    o_d = tl.arange(0, D)
-    if CAUSAL:
-        b_before = tl.load(p_prefix + (n_older + tile) * D + o_d)
-        b_v = tl.load(p_v + o_slot[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
-        return tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
-    else:
-        return tl.zeros([T, D], tl.float32) + tl.load(p_prefix + tiles * D + o_d)[None, :]
+    _publish(p_relay + n * D + o_d, b_total)
+    leg = n // LEG
+    o_n = leg * LEG + tl.arange(0, LEG)
+    b_sum = tl.sum(_await(p_relay + o_n[:, None] * D + o_d[None, :], (o_n < n)[:, None]), 0)
+    if leg > 0:
+        b_sum += _await(p_relay + (stops + leg) * D + o_d, o_d < D)
+    if n % LEG == LEG - 1:
+        _publish(p_relay + (stops + leg + 1) * D + o_d, b_sum + b_total)
+    return b_sum
 
 
 @triton.jit
 def epilogue_kernel(
-    p_o, p_z, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
+    p_o, p_z, p_v, p_base, p_relay, p_sums, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
     stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_yb, stride_yh, stride_yt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, constant_sink,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, GATE: tl.constexpr,
-    KEEP_OUT: tl.constexpr, CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    heads, kv_heads, queries, older, tiles, legs, constant_sink,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, HAS_BASE: tl.constexpr, GATE: tl.constexpr,
+    KEEP_OUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, T: tl.constexpr, LEG: tl.constexpr,
+    PREFETCH: tl.constexpr = True, EVICT: tl.constexpr = "",
 ):  # fmt: skip
-    """y = gate * (alpha * sigmoid(z - sink) * o + beta * u) for one tile of the query heads of one kv head.
+    """y = gate * (alpha * sigmoid(z - sink) * o + beta * u) for a tile, some columns of it, of a kv head's query heads.
 
     With KEEP_OUT a sink also rewrites o to o' in place (the backward needs it). lse becomes what the stock backward
     must see: z' = logaddexp(z, sink), less log |row factor| where the factor (alpha, headwise gate) is folded into it.
     """
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    SLICES: tl.constexpr = D // SLICE
+    part, tile = tl.program_id(0) % SLICES, tl.program_id(1)
+    bh = (tl.program_id(0) // SLICES).to(tl.int64)
     b, kv_head = bh // kv_heads, bh % kv_heads
     group = heads // kv_heads
-    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
+    o_t, o_d = tile * T + tl.arange(0, T), part * SLICE + tl.arange(0, SLICE)
     m_t = o_t < queries
     m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
     o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
+    p_o += b * stride_ob + kv_head * group * stride_oh + o_td * stride_ot + o_d[None, :]
+    # On its way before anything is waited for.
+    if PREFETCH:
+        b_next = tl.load(p_o, mask=m_td, other=0.0, eviction_policy=EVICT)
+    if SUMS == RELAYED:
         p_v += b * stride_vb + kv_head * stride_vh
-        p_prefix += bh * (tiles + 1) * D
-        b_u = _visible_values(p_v, p_prefix, older + o_t, m_td, stride_vt, tile, n_older, tiles, CAUSAL, D, T)
-    for g in tl.range(0, group, num_stages=STAGES):
+        m_v = m_td & (older + o_td >= 0)
+        b_v = tl.load(p_v + (older + o_td) * stride_vt + o_d[None, :], mask=m_v, other=0.0).to(tl.float32)
+        b_u = tl.cumsum(b_v, 0)
+        b_before = _sum_before(p_relay + bh * (tiles + legs) * D, tl.sum(b_v, 0), tile, o_d, tiles, D, LEG)
+        if HAS_BASE:
+            b_before += tl.load(p_base + bh * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
+        tl.store(p_sums + (bh * tiles + tile) * D + o_d, b_before)
+        b_u += b_before[None, :]
+    if SUMS == WHOLE:
+        b_u = tl.load(p_sums + bh * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)[None, :]
+    if SUMS == TABLE:
+        b_u = tl.load(p_sums + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
+    for g in range(group):
         h = kv_head * group + g
         o_row = (b * heads + h) * queries + o_t
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        b_y = tl.load(p_out, mask=m_td, other=0.0).to(tl.float32)
+        if PREFETCH:
+            b_y = b_next.to(tl.float32)
+            b_next = tl.load(p_o + (g + 1) * stride_oh, mask=m_td & (g + 1 < group), other=0.0, eviction_policy=EVICT)
+        else:
+            b_y = tl.load(p_o + g * stride_oh, mask=m_td, other=0.0, eviction_policy=EVICT).to(tl.float32)
         b_lse = tl.load(p_z + o_row, mask=m_t, other=0.0)
         if SINK != NO_SINK:
             if SINK == LEARNED_SINK:
@@ -104,11 +125,11 @@ def epilogue_kernel(
             b_gap = tl.where(b_lse == b_sink, 0.0, -tl.abs(b_lse - b_sink))
             b_lse = b_top + tl.log(1.0 + tl.exp(b_gap))
             if KEEP_OUT:
-                tl.store(p_out, b_y.to(p_o.dtype.element_ty), mask=m_td)
+                tl.store(p_o + g * stride_oh, b_y.to(p_y.dtype.element_ty), mask=m_td)
         if HAS_ALPHA:
             b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32)
             b_y *= b_alpha[:, None]
-        if HAS_BETA:
+        if SUMS != NO_SUMS:
             b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
             b_y += b_beta[:, None] * b_u
         if GATE == ELEMENTWISE:
@@ -124,7 +145,7 @@ def epilogue_kernel(
                 b_gate = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
                 b_y *= b_gate[:, None]
                 b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_gate)), b_lse)
-        tl.store(p_lse + o_row, b_lse, mask=m_t)
+        tl.store(p_lse + o_row, b_lse, mask=m_t & (part == 0))
         p_out_y = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt + o_d[None, :]
         tl.store(p_out_y, b_y.to(p_y.dtype.element_ty), mask=m_td)
 
@@ -158,7 +179,7 @@ def negate_rows_kernel(
     HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Negate in place the rows of dy whose factor alpha * gate is negative; a second run restores them exactly.
+    """Negate in place the rows of dy whose factor alpha * gate is negative; the epilogue's backward restores them.
 
     The size of the factor is in the log-sum-exp. Factors of one sign, the usual case, cost a look at the factors.
     """
@@ -202,192 +223,109 @@ def _negative(
 
 
 @triton.jit
-def _high_and_low(b_x, DTYPE: tl.constexpr):
-    """An fp32 vector [N] as the first two of 16 columns [N, 16]: its DTYPE value and what that leaves over."""
-    b_high = b_x.to(DTYPE)
-    b_low = (b_x - b_high.to(tl.float32)).to(DTYPE)
-    o_c = tl.arange(0, 16)[None, :]
-    return tl.where(o_c == 0, b_high[:, None], tl.where(o_c == 1, b_low[:, None], 0.0)).to(DTYPE)
-
-
-@triton.jit
-def row_gradients_kernel(
-    p_dy, p_o, p_lse, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_dsink, p_dalpha, p_dbeta, p_dgate, p_totals,
-    stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
-    stride_gb, stride_gh, stride_gt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, query_tiles,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_GATE: tl.constexpr,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of sink, alpha, beta and a headwise gate, and per tile the sum of beta * gate * dy over rows and heads.
-
-    All follow from <dy, o'> and <dy, u> of each row. These are products of tiles that lie in shared memory, so the
-    tensor cores do them and no tile passes through registers: the diagonal of dy o'^T, and the lower triangle of
-    dy v^T plus dy times the sum of earlier values.
-    """
-    # fp16 operands keep their precision at this size of beta, and prefix sums their range.
-    SHIFT: tl.constexpr = 64.0
-    DTYPE: tl.constexpr = p_dy.dtype.element_ty
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_i, o_d = tl.arange(0, T), tl.arange(0, D)
-    o_t = tile * T + o_i
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
-        p_prefix += bh * (tiles + 1) * D
-        if CAUSAL:
-            p_v += b * stride_vb + kv_head * stride_vh
-            b_v = tl.load(p_v + (older + o_td) * stride_vt + o_d[None, :], mask=m_td, other=0.0)
-            b_before = tl.load(p_prefix + (n_older + tile) * D + o_d)
-        else:
-            b_before = tl.load(p_prefix + tiles * D + o_d)
-        b_before = _high_and_low(b_before / SHIFT, DTYPE)
-        b_total = tl.zeros([16, D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        o_row = (b * heads + h) * queries + o_t
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        b_dy = tl.load(p_in, mask=m_td, other=0.0)
-        b_o = tl.load(p_out, mask=m_td, other=0.0)
-        b_products = tl.dot(b_dy, tl.trans(b_o), input_precision="ieee")
-        b_along = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_products, 0.0), 1)
-        b_alpha = tl.full([T], 1.0, tl.float32)
-        b_gate = tl.full([T], 1.0, tl.float32)
-        if HAS_ALPHA:
-            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=1.0).to(tl.float32)
-        if HAS_GATE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
-            b_gate = tl.load(p_g, mask=m_t, other=1.0).to(tl.float32)
-        if SINK == LEARNED_SINK:
-            p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
-            b_sink = tl.load(p_s, mask=m_t, other=0.0).to(tl.float32)
-            b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)
-            # lse carries -log |row factor|, so this is the sink's probability times |row factor|.
-            b_p_sink = tl.exp(tl.where(b_lse == b_sink, 0.0, b_sink - b_lse))
-            tl.store(p_dsink + o_row, tl.where(b_alpha * b_gate < 0, b_along, -b_along) * b_p_sink, mask=m_t)
-        b_dgate = b_alpha * b_along
-        if HAS_ALPHA:
-            tl.store(p_dalpha + o_row, b_gate * b_along, mask=m_t)
-        if HAS_BETA:
-            b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_to_u = SHIFT * tl.sum(tl.dot(b_dy, b_before, input_precision="ieee"), 1)
-            if CAUSAL:
-                b_products = tl.dot(b_dy, tl.trans(b_v), input_precision="ieee")
-                b_to_u += tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_products, 0.0), 1)
-            tl.store(p_dbeta + o_row, b_gate * b_to_u, mask=m_t)
-            b_dgate += b_beta * b_to_u
-            b_weight = tl.trans(_high_and_low(SHIFT * b_beta * b_gate, DTYPE))
-            b_total = tl.dot(b_weight, b_dy, b_total, input_precision="ieee")
-        if HAS_GATE:
-            tl.store(p_dgate + o_row, b_dgate.to(p_dgate.dtype.element_ty), mask=m_t)
-    if HAS_BETA:
-        tl.store(p_totals + (bh * query_tiles + tile) * D + o_d, tl.sum(b_total, 0) / SHIFT)
-
-
-@triton.jit
-def gated_row_gradients_kernel(
-    p_dy, p_o, p_lse, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_dsink, p_dalpha, p_dbeta, p_dgate, p_totals,
+def epilogue_backward_kernel(
+    p_dy, p_o, p_lse, p_v, p_relay, p_sums, p_sink, p_alpha, p_beta, p_gate,
+    p_dsink, p_dalpha, p_dbeta, p_dgate, p_dv, p_weighted,
     stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, query_tiles,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    stride_nb, stride_nh, stride_nt,
+    heads, kv_heads, queries, older, tiles, legs,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEG: tl.constexpr,
+    PREFETCH: tl.constexpr = True, EVICT: tl.constexpr = "",
 ):  # fmt: skip
-    """The same with an elementwise gate, whose gradient dy * (alpha * o' + beta * u) is itself a tile."""
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Gradients of sink, alpha, beta and gate, and beta's share of dv, for one tile of a kv head's query heads.
+
+    dv_j gets the sum over queries i >= j, and over the heads of the group, of beta_i * gate_i * dy_i: the relay runs
+    from the last tile to the first. Elsewhere the tile's own share is handed out instead: WHOLE leaves its total in
+    p_relay, TABLE every row in p_weighted.
+    """
+    stop = tl.program_id(1)
+    tile = tiles - 1 - stop
+    bh = tl.program_id(0).to(tl.int64)
     b, kv_head = bh // kv_heads, bh % kv_heads
     group = heads // kv_heads
     o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
     m_t = o_t < queries
     m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
     o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
+    p_dy += b * stride_db + kv_head * group * stride_dh + o_td * stride_dt + o_d[None, :]
+    p_o += b * stride_ob + kv_head * group * stride_oh + o_td * stride_ot + o_d[None, :]
+    # On their way before anything is computed.
+    if PREFETCH:
+        b_next_dy = tl.load(p_dy, mask=m_td, other=0.0, eviction_policy=EVICT)
+        b_next_o = tl.load(p_o, mask=m_td, other=0.0, eviction_policy=EVICT)
+    if SUMS == RELAYED:
         p_v += b * stride_vb + kv_head * stride_vh
-        p_prefix += bh * (tiles + 1) * D
-        b_u = _visible_values(p_v, p_prefix, older + o_t, m_td, stride_vt, tile, n_older, tiles, CAUSAL, D, T)
-        b_total = tl.zeros([D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
+        m_v = m_td & (older + o_td >= 0)
+        b_v = tl.load(p_v + (older + o_td) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
+        b_u = tl.cumsum(b_v.to(tl.float32), 0) + tl.load(p_sums + (bh * tiles + tile) * D + o_d)[None, :]
+    if SUMS == WHOLE:
+        b_u = tl.load(p_sums + bh * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)[None, :]
+    if SUMS == TABLE:
+        b_u = tl.load(p_sums + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
+    if SUMS != NO_SUMS:
+        b_weighted = tl.zeros([T, D], tl.float32)
+    for g in range(group):
         h = kv_head * group + g
         o_row = (b * heads + h) * queries + o_t
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-        b_g = tl.load(p_in, mask=m_td, other=0.0).to(tl.float32)
-        b_o = tl.load(p_out, mask=m_td, other=0.0).to(tl.float32)
-        b_gate = tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
-        b_inner = b_o
+        if PREFETCH:
+            b_dy, b_o = b_next_dy.to(tl.float32), b_next_o.to(tl.float32)
+            m_next = m_td & (g + 1 < group)
+            b_next_dy = tl.load(p_dy + (g + 1) * stride_dh, mask=m_next, other=0.0, eviction_policy=EVICT)
+            b_next_o = tl.load(p_o + (g + 1) * stride_oh, mask=m_next, other=0.0, eviction_policy=EVICT)
+        else:
+            b_dy = tl.load(p_dy + g * stride_dh, mask=m_td, other=0.0, eviction_policy=EVICT).to(tl.float32)
+            b_o = tl.load(p_o + g * stride_oh, mask=m_td, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        b_alpha = tl.full([T], 1.0, tl.float32)
+        b_gate = tl.full([T], 1.0, tl.float32)
         if HAS_ALPHA:
-            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_inner *= b_alpha[:, None]
-        if HAS_BETA:
+            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=1.0).to(tl.float32)
+        if SUMS != NO_SUMS:
             b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_inner += b_beta[:, None] * b_u
-        p_w = p_dgate + b * stride_wb + h * stride_wh + o_td * stride_wt + o_d[None, :]
-        tl.store(p_w, (b_g * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
-        b_g *= b_gate
-        b_along = tl.sum(b_g * b_o, 1)
-        if HAS_ALPHA:
-            tl.store(p_dalpha + o_row, b_along, mask=m_t)
-            b_along *= b_alpha
+        if GATE == HEADWISE:
+            b_gate = tl.load(p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt, mask=m_t, other=1.0)
+            b_gate = b_gate.to(tl.float32)
+        b_factor = tl.full([T], 1.0, tl.float32)
+        if GATE == ELEMENTWISE:
+            p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
+            b_inner = b_o * b_alpha[:, None]
+            if SUMS != NO_SUMS:
+                b_inner += b_beta[:, None] * b_u
+            p_w = p_dgate + b * stride_wb + h * stride_wh + o_td * stride_wt + o_d[None, :]
+            tl.store(p_w, (b_dy * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
+            b_dy *= tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
+            b_factor = b_alpha
+        elif HAS_ALPHA or GATE == HEADWISE:
+            # These rows came negated.
+            m_negated = (b_alpha * b_gate < 0)[:, None]
+            b_dy = tl.where(m_negated, -b_dy, b_dy)
+            tl.store(p_dy + g * stride_dh, b_dy.to(p_v.dtype.element_ty), mask=m_td & m_negated)
+            # The size of the factor is in lse.
+            b_factor = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
+        b_along = tl.sum(b_dy * b_o, 1)
         if SINK == LEARNED_SINK:
             p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
             b_sink = tl.load(p_s, mask=m_t, other=0.0).to(tl.float32)
             b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)
             b_p_sink = tl.exp(tl.where(b_lse == b_sink, 0.0, b_sink - b_lse))
-            tl.store(p_dsink + o_row, -b_p_sink * b_along, mask=m_t)
-        if HAS_BETA:
-            tl.store(p_dbeta + o_row, tl.sum(b_g * b_u, 1), mask=m_t)
-            b_total += tl.sum(b_beta[:, None] * b_g, 0)
-    if HAS_BETA:
-        tl.store(p_totals + (bh * query_tiles + tile) * D + o_d, b_total)
-
-
-@triton.jit
-def value_gradient_kernel(
-    p_dy, p_beta, p_gate, p_totals, p_dv,
-    stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_nb, stride_nh, stride_nt,
-    heads, kv_heads, queries, older, query_tiles,
-    GATE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dv_j += sum over queries i >= j, and over the heads of the group, of beta_i * gate_i * dy_i (causal only).
-
-    Later tiles enter by their totals, always added in the same order, the tile itself by a weighted triangle times dy.
-    """
-    SHIFT: tl.constexpr = 64.0
-    DTYPE: tl.constexpr = p_dy.dtype.element_ty
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_i, o_d = tl.arange(0, T), tl.arange(0, D)
-    o_t = tile * T + o_i
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    b_later = tl.zeros([D], tl.float32)
-    for c in range(tile + 1, query_tiles, CHUNK):
-        o_c = c + tl.arange(0, CHUNK)
-        p_total = p_totals + (bh * query_tiles + o_c)[:, None] * D + o_d[None, :]
-        b_later += tl.sum(tl.load(p_total, mask=(o_c < query_tiles)[:, None], other=0.0), 0)
-    b_sum = tl.zeros([T, D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        b_dy = tl.load(p_in, mask=m_td, other=0.0)
-        b_weight = SHIFT * tl.load(p_beta + (b * heads + h) * queries + o_t, mask=m_t, other=0.0).to(tl.float32)
+            tl.store(p_dsink + o_row, -b_factor * b_p_sink * b_along, mask=m_t)
+        if HAS_ALPHA:
+            tl.store(p_dalpha + o_row, b_gate * b_along, mask=m_t)
+        b_dgate = b_alpha * b_along
+        if SUMS != NO_SUMS:
+            b_to_u = tl.sum(b_dy * b_u, 1)
+            tl.store(p_dbeta + o_row, b_gate * b_to_u, mask=m_t)
+            b_dgate += b_beta * b_to_u
+            b_weighted += (b_beta * b_gate)[:, None] * b_dy
         if GATE == HEADWISE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
-            b_weight *= tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
-        if GATE == ELEMENTWISE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-            b_gate = tl.load(p_g, mask=m_td, other=0.0)
-            b_dy = (b_dy.to(tl.float32) * b_gate.to(tl.float32)).to(DTYPE)
-        b_triangle = tl.where(o_i[:, None] <= o_i[None, :], b_weight[None, :], 0.0).to(DTYPE)
-        b_sum = tl.dot(b_triangle, b_dy, b_sum, input_precision="ieee")
-    p_slot = p_dv + b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
-    b_dv = tl.load(p_slot, mask=m_td, other=0.0).to(tl.float32)
-    tl.store(p_slot, (b_dv + b_sum / SHIFT + b_later[None, :]).to(p_dv.dtype.element_ty), mask=m_td)
+            tl.store(p_dgate + o_row, b_dgate.to(p_dgate.dtype.element_ty), mask=m_t)
+    if SUMS == RELAYED:
+        p_dv += b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
+        b_dv = tl.load(p_dv, mask=m_v, other=0.0).to(tl.float32) + tl.cumsum(b_weighted, 0, reverse=True)
+        b_after = _sum_before(p_relay + bh * (tiles + legs) * D, tl.sum(b_weighted, 0), stop, o_d, tiles, D, LEG)
+        tl.store(p_dv, (b_dv + b_after[None, :]).to(p_v.dtype.element_ty), mask=m_v)
+    if SUMS == WHOLE:
+        tl.store(p_relay + (bh * (tiles + legs) + stop) * D + o_d, tl.sum(b_weighted, 0))
+    if SUMS == TABLE:
+        tl.store(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], b_weighted, mask=m_td)
