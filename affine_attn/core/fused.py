@@ -1,9 +1,10 @@
 """Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
 
-Forward: one kernel reads o and v once and writes y. Backward: where a row factor r (alpha, a headwise gate) is all that
-stands between dy and the attention, no scaled copy of dy is made. The stock backward rebuilds weights as exp(s - lse),
-so lse - log |r| makes them |r| times larger, and every gradient with them; a negative r flips the sign of its dy rows
-in place for the duration of the stock backward. One kernel then does the rest.
+Forward: one small kernel sums the values before each tile, one kernel writes y. Backward: where a row factor r (alpha, a
+headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward
+rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative
+r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest, and a
+small one hands the sums of later tiles to dv.
 """
 
 import os
@@ -19,30 +20,16 @@ from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.ops import Gradients, Output
 
-_RELAYED, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
+_RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
 _ELEMENTWISE = 2
 
-
-class _Tile(NamedTuple):
-    """Tokens of a tile; columns and warps of a forward program; warps of a backward program, which has all columns."""
-
-    tokens: int
-    columns: int
-    warps: int
-    backward_warps: int
-
-
-# By padded head_dim, timed on an H200 (LOG.md).
-_TILES = {
-    16: _Tile(64, 16, 4, 4),
-    32: _Tile(64, 32, 4, 4),
-    64: _Tile(64, 64, 4, 4),
-    128: _Tile(32, 64, 2, 4),
-    256: _Tile(32, 64, 2, 8),
-}
-# Tiles in a leg of a relay, rows a sign check covers.
-_LEG, _ROWS = 16, 1024
-_LAB_F, _LAB_B = {}, {}
+# Tokens of a tile and warps of a program, by padded head_dim.
+_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
+# Software pipelining over the heads of a group; rows a sign check covers.
+_STAGES, _ROWS = 3, 1024
+# Tiles in a segment of sums over tokens; columns that one program of the prefix kernel walks down, and how.
+_SEGMENT = 8
+_PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
 
 
 def _triton_problem() -> str | None:
@@ -84,37 +71,42 @@ def _kernels() -> Any:
 
 
 class _Plan(NamedTuple):
-    """How the sums of visible values come about, and the sizes all kernels of a call share."""
+    """How the tokens are cut into tiles, and how the sums of visible values come about."""
 
-    tile: _Tile
-    d: int  # head_dim rounded up to a power of two
-    tiles: int
-    legs: int
     sums: int
+    tokens: int
+    warps: int
+    d: int  # head_dim rounded up to a power of two
+    query_tiles: int
+    key_tiles: int
     older: int  # keys before the first query's
+    n_older: int  # tiles of them
 
-    def sizes(self, call: Call) -> dict[str, int]:
-        return {"HEAD_DIM": call.q.shape[-1], "D": self.d, "T": self.tile.tokens, "LEG": _LEG}
+    @property
+    def first(self) -> int:
+        """Slot where the first key tile starts."""
+        return self.older - self.n_older * self.tokens
+
+    @property
+    def segments(self) -> int:
+        return -(-self.key_tiles // _SEGMENT)
+
+    def constants(self, call: Call) -> dict[str, int]:
+        return {
+            "SUMS": self.sums, "HEAD_DIM": call.q.shape[-1], "D": self.d, "T": self.tokens, "SEGMENT": _SEGMENT,
+            "STAGES": _STAGES, "num_warps": self.warps,
+        }  # fmt: skip
 
 
 def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tiles = -(-call.tq // _TILES[d].tokens)
-    sums = 0 if call.beta is None else _TABLE if _is_restricted(call) else _RELAYED if call.mask.causal else _WHOLE
-    return _Plan(_TILES[d], d, tiles, tiles // _LEG + 1, sums, call.tk - call.tq)
-
-
-def _is_restricted(call: Call) -> bool:
-    """Is the mask more than causal?"""
-    return bool(call.mask.tensors) or call.mask.window is not None
-
-
-def _relay(call: Call, plan: _Plan) -> Tensor | None:
-    """An empty relay per kv head: a total per tile, and what each leg starts with."""
-    if plan.sums not in (_RELAYED, _WHOLE):
-        return None
-    shape = (call.v.shape[0] * call.v.shape[1], plan.tiles + plan.legs, plan.d)
-    return torch.full(shape, _kernels().UNSET.value, dtype=torch.int32, device=call.v.device).view(torch.float32)
+    tokens, warps = _TILES[d]
+    restricted = bool(call.mask.tensors) or call.mask.window is not None
+    sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
+    # Without a causal mask every query sees every key; tiles then only cut the sum.
+    older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
+    n_older = max(0, -(-older // tokens))
+    return _Plan(sums, tokens, warps, d, -(-call.tq // tokens), n_older - (-covered // tokens), older, n_older)
 
 
 def finish(call: Call, o: Tensor, z: Tensor) -> Output:
@@ -125,25 +117,16 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    sums, base = fake_sums(call), None
-    if plan.sums == _WHOLE:
-        sums = call.v.sum(2, dtype=torch.float32)
-    elif plan.sums == _TABLE:
-        sums = visible_sums.visible_sums(call)
-    elif plan.sums == _RELAYED and plan.older > 0:
-        base = call.v[:, :, : plan.older].sum(2, dtype=torch.float32)
+    sums = visible_sums.visible_sums(call) if plan.sums == _TABLE else _value_prefix(call, plan)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, heads, queries, _ = call.q.shape
-    kv_heads = call.k.shape[1]
-    relay = _relay(call, plan) if plan.sums == _RELAYED else None
-    _kernels().epilogue_kernel[(batch * kv_heads * (plan.d // plan.tile.columns), plan.tiles)](
-        o, z, call.v, base, relay, sums, sink, alpha, beta, gate, y, lse,
+    _kernels().epilogue_kernel[(plan.query_tiles, batch * call.k.shape[1])](
+        o, z, call.v, sums, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        heads, kv_heads, queries, plan.older, plan.tiles, plan.legs, constant,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, SUMS=plan.sums, HAS_BASE=base is not None,
-        GATE=_gate_kind(gate), KEEP_OUT=not in_place, SLICE=plan.tile.columns, **plan.sizes(call),
-        num_warps=plan.tile.warps, **_LAB_F,
+        heads, call.k.shape[1], queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, constant,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
+        **plan.constants(call),
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, sums)
 
@@ -153,51 +136,47 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    kernels, plan = _kernels(), _plan(call)
+    plan = _plan(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
     sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
+    dq, dk, dv = attention_backward(_attention_gradient(call, plan, dy), o, output.saved_lse)
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
-    elementwise = _gate_kind(gate) == _ELEMENTWISE
-    do = dy
-    if elementwise:
-        do = torch.empty_like(dy)
-        kernels.gated_gradient_kernel[(plan.tiles, batch * heads)](
-            dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=plan.tile.tokens,
-            num_warps=plan.tile.backward_warps,
-        )  # fmt: skip
-    elif alpha is not None or gate is not None:
-        # For the duration of the stock backward: the epilogue's restores them.
-        kernels.negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
-            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
-            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-            HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
-        )  # fmt: skip
-    dq, dk, dv = attention_backward(do, o, output.saved_lse)
     row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
+    elementwise = _gate_kind(gate) == _ELEMENTWISE
     dgate = None if gate is None else torch.empty_like(gate)
     if dgate is not None and not elementwise:
         dgate = dgate.contiguous()  # one number per row, written like the other rows
-    relay = _relay(call, plan)
-    weighted = torch.empty_like(output.saved_sums) if plan.sums == _TABLE else None
-    kernels.epilogue_backward_kernel[(batch * kv_heads, plan.tiles)](
-        dy, o, output.saved_lse, call.v, relay, output.saved_sums, sink, alpha, beta, gate,
+    # Sums of beta * gate * dy over the heads of a group: per tile, or per row where a table says who sees whom.
+    shape = (batch * kv_heads, plan.query_tiles, plan.d)
+    weighted = torch.empty(output.saved_sums.shape if plan.sums == _TABLE else shape, device=dy.device)
+    arguments = (
+        dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
-        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
-        *_sink_strides(sink), *_strides(dv),
-        heads, kv_heads, queries, plan.older, plan.tiles, plan.legs,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, SUMS=plan.sums, GATE=_gate_kind(gate),
-        **plan.sizes(call), num_warps=plan.tile.backward_warps, **_LAB_B,
+        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dv), *_sink_strides(sink),
     )  # fmt: skip
-    if weighted is not None:
+    counts = (heads, kv_heads, queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, plan.query_tiles)
+    constants = plan.constants(call) | {"SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None}
+    grid = (plan.query_tiles, batch * kv_heads)
+    if elementwise or plan.sums == _TABLE:
+        _kernels().row_gradients_in_registers_kernel[grid](
+            *arguments, *_strides(dgate), *counts, GATE=_gate_kind(gate), **constants
+        )
+    else:
+        _kernels().row_gradients_kernel[grid](*arguments, *counts, HAS_GATE=gate is not None, **constants)
+    if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
-    elif relay is not None and (plan.sums == _WHOLE or plan.older > 0):
+    elif plan.sums == _RUNNING and plan.query_tiles > 1:
+        _kernels().add_later_totals_kernel[(-(-(plan.query_tiles - 1) // _SEGMENT), batch * kv_heads)](
+            dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_tiles,
+            HEAD_DIM=head_dim, D=plan.d, T=plan.tokens, SEGMENT=_SEGMENT, STAGES=_STAGES, num_warps=plan.warps,
+        )  # fmt: skip
+    if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
         # Keys that every query sees get the whole sum.
-        seen_by_all = slice(0, call.tk if plan.sums == _WHOLE else plan.older)
-        whole = relay[:, : plan.tiles].sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
+        seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
+        whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
     if dsink is not None:
         dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
@@ -209,16 +188,52 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     )  # fmt: skip
 
 
+def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
+    """What the attention's backward takes for dy: a product with an elementwise gate, or dy with rows negated in place.
+
+    The kernels that follow the attention's backward restore those rows.
+    """
+    alpha, gate = _rows(call.alpha), call.gate
+    batch, heads, queries, head_dim = dy.shape
+    if _gate_kind(gate) == _ELEMENTWISE:
+        do = torch.empty_like(dy)
+        _kernels().gated_gradient_kernel[(plan.query_tiles, batch * heads)](
+            dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
+            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=plan.tokens, num_warps=plan.warps,
+        )  # fmt: skip
+        return do
+    if alpha is not None or gate is not None:
+        _kernels().negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
+            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
+            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
+            HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
+        )  # fmt: skip
+    return dy
+
+
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves as sums."""
     plan = _plan(call)
     batch, kv_heads, _, head_dim = call.v.shape
-    shape = {
-        _RELAYED: (batch * kv_heads, plan.tiles, plan.d),
-        _WHOLE: (batch, kv_heads, head_dim),
-        _TABLE: (batch, kv_heads, call.tq, head_dim),
-    }.get(plan.sums, (0,))
+    shape = (0,)
+    if plan.sums == _TABLE:
+        shape = (batch, kv_heads, call.tq, head_dim)
+    elif plan.sums:
+        shape = (batch * kv_heads, plan.key_tiles + plan.segments, plan.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
+
+
+def _value_prefix(call: Call, plan: _Plan) -> Tensor:
+    sums = fake_sums(call)
+    if plan.sums:
+        batch, kv_heads, keys, head_dim = call.v.shape
+        columns = min(_PREFIX_SLICE, plan.d)
+        _kernels().value_prefix_kernel[(batch * kv_heads * (plan.d // columns), plan.segments)](
+            call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_tiles, plan.segments,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tokens, SEGMENT=_SEGMENT, STAGES=_PREFIX_STAGES,
+            num_warps=_PREFIX_WARPS,
+        )  # fmt: skip
+    return sums
 
 
 def _sink_kind(sink: Tensor | float | None) -> int:
