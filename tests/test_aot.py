@@ -12,12 +12,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
-from affine_attn.core import fused  # noqa: E402
+from affine_attn.core import fused, visible_sums  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
 from affine_attn.core.engines import decode  # noqa: E402
 from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
 from affine_attn.core.kernels import distance_backward, distance_forward, epilogue  # noqa: E402
+from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 # Bytes of stack per thread with every stage switched on: a few spilled registers, mostly outside the loops.
@@ -123,3 +124,25 @@ def test_decode_kernels_compile_for_hopper_within_limits(queries, head_dim, tmp_
         compiled = _compile(getattr(decode_kernels, name), constants, types, num_warps=warps)
         assert compiled.metadata.shared <= SHARED_LIMIT
         assert _stack(compiled, tmp_path) <= STACK_LIMIT.get((name, head_dim), SPILLS)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("restricted", [False, True], ids=["window", "window_documents_padding"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["values", "gradients"])
+def test_visible_sums_compile_for_hopper_within_limits(transposed, restricted, head_dim, tmp_path):
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, v = (meta(2, 2, tokens, head_dim, dtype=torch.bfloat16) for tokens in (4096, 8192))
+    documents, padding = (meta(2, 8192, dtype=dtype) if restricted else None for dtype in (torch.int64, torch.bool))
+    call = checked_call(q, v, v, Mask(window=1024, documents=documents, padding=padding))
+    sums = meta(*q.shape)
+    source, result = (sums, v) if transposed else (v, sums)
+    for name, _, arguments in visible_sums.launches(call, source, result, transposed):
+        options = {x: arguments.pop(x) for x in ("num_warps", "num_stages") if x in arguments}
+        constants = {x: value for x, value in arguments.items() if x.isupper() or value is None}
+        pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8"}
+        types = {x: pointers[value.dtype] for x, value in arguments.items() if isinstance(value, torch.Tensor)}
+        compiled = _compile(getattr(visible_sums_kernels, name), constants, types, **options)
+        assert compiled.metadata.shared <= SHARED_LIMIT
+        assert _stack(compiled, tmp_path) <= SPILLS

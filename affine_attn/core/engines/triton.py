@@ -16,6 +16,7 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import compose, why_not_beta
+from affine_attn.core.masks import document_bounds
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
 DESCRIPTION = "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
@@ -142,20 +143,6 @@ def far_tables(tau: float, width: int, length: int, device: torch.device) -> Far
         falling[slot] = torch.cos(degree * torch.acos(offset)).half()
         rising[slot] = torch.cos(degree * torch.acos(-offset)).half()
     return FarTables(coefficients, falling, rising)
-
-
-def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last slot with the same id, int32 [B, Tk] each: they bound the loops. Ids may come in any order."""
-    batch, length = documents.shape
-    ids, order = documents.sort(dim=1, stable=True)
-    place = torch.arange(length, device=documents.device).expand(batch, length)
-    changes = ids[:, 1:] != ids[:, :-1]
-    edge = changes.new_ones(batch, 1)
-    run_start = torch.where(torch.cat([edge, changes], 1), place, 0).cummax(1).values
-    run_stop = torch.where(torch.cat([changes, edge], 1), place, length).flip(1).cummin(1).values.flip(1)
-    first = torch.empty_like(order).scatter_(1, order, order.gather(1, run_start))
-    last = torch.empty_like(order).scatter_(1, order, order.gather(1, run_stop))
-    return first.int(), last.int()
 
 
 class Launch:
