@@ -27,6 +27,7 @@ _ELEMENTWISE = 2
 _TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
 # Software pipelining over the heads of a group; rows a sign check covers.
 _STAGES, _ROWS = 3, 1024
+_LAB_F, _LAB_B = {}, {}
 # Tiles in a segment of sums over tokens; columns that one program of the prefix kernel walks down, and how.
 _SEGMENT = 8
 _PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
@@ -126,7 +127,7 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
         heads, call.k.shape[1], queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
-        **plan.constants(call),
+        **plan.constants(call), **_LAB_F,
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, sums)
 
@@ -150,8 +151,8 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     if dgate is not None and not elementwise:
         dgate = dgate.contiguous()  # one number per row, written like the other rows
     # Sums of beta * gate * dy over the heads of a group: per tile, or per row where a table says who sees whom.
-    shape = (batch * kv_heads, plan.query_tiles, plan.d)
-    weighted = torch.empty(output.saved_sums.shape if plan.sums == _TABLE else shape, device=dy.device)
+    shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_tiles, plan.d)
+    weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
     arguments = (
         dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
@@ -165,7 +166,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
             *arguments, *_strides(dgate), *counts, GATE=_gate_kind(gate), **constants
         )
     else:
-        _kernels().row_gradients_kernel[grid](*arguments, *counts, HAS_GATE=gate is not None, **constants)
+        _kernels().row_gradients_kernel[grid](*arguments, *counts, HAS_GATE=gate is not None, **constants, **_LAB_B)
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
     elif plan.sums == _RUNNING and plan.query_tiles > 1:

@@ -84,8 +84,6 @@ def why_not(call: Call) -> str | None:
         return reason
     if not call.mask.causal:
         return "its attention kernels are causal"
-    if call.tq > call.tk and call.beta is not None:
-        return "the epilogue cannot have causal queries without any key (more queries than keys)"
     return why_not_beta(call)
 
 
