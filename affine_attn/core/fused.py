@@ -23,14 +23,21 @@ from affine_attn.core.ops import Gradients, Output
 _RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
 _ELEMENTWISE = 2
 
-# Tokens of a tile and warps of a program, by padded head_dim.
-_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
-# Software pipelining over the heads of a group; rows a sign check covers.
-_STAGES, _ROWS = 3, 1024
-_LAB_F, _LAB_B = {}, {}
-# Tiles in a segment of sums over tokens; columns that one program of the prefix kernel walks down, and how.
-_SEGMENT = 8
-_PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
+
+class _Tile(NamedTuple):
+    """Tokens, columns and warps of a program."""
+
+    tokens: int
+    columns: int
+    warps: int
+
+
+# By padded head_dim, timed on an H200 (LOG.md).
+_FORWARD = {16: _Tile(32, 16, 1), 32: _Tile(32, 32, 1), 64: _Tile(32, 32, 1), 128: _Tile(32, 32, 1), 256: _Tile(32, 32, 1)}
+_BACKWARD = {16: _Tile(32, 16, 1), 32: _Tile(32, 32, 1), 64: _Tile(32, 64, 2), 128: _Tile(32, 64, 2), 256: _Tile(32, 64, 2)}
+# Most query heads a program has in flight; tokens of a segment of sums; rows a sign check covers.
+_CHUNK, _SEGMENT, _ROWS = 4, 512, 1024
+_SUM_COLUMNS, _SUM_WARPS = 32, 4
 
 
 def _triton_problem() -> str | None:
@@ -74,60 +81,73 @@ def _kernels() -> Any:
 class _Plan(NamedTuple):
     """How the tokens are cut into tiles, and how the sums of visible values come about."""
 
+    tile: _Tile
     sums: int
-    tokens: int
-    warps: int
     d: int  # head_dim rounded up to a power of two
+    chunk: int  # query heads a program takes at once
     query_tiles: int
     key_tiles: int
     older: int  # keys before the first query's
     n_older: int  # tiles of them
 
     @property
+    def slices(self) -> int:
+        return self.d // self.tile.columns
+
+    @property
     def first(self) -> int:
         """Slot where the first key tile starts."""
-        return self.older - self.n_older * self.tokens
+        return self.older - self.n_older * self.tile.tokens
+
+    @property
+    def segment(self) -> int:
+        """Tiles in a segment."""
+        return _SEGMENT // self.tile.tokens
 
     @property
     def segments(self) -> int:
-        return -(-self.key_tiles // _SEGMENT)
+        return -(-self.key_tiles // self.segment)
 
     def constants(self, call: Call) -> dict[str, int]:
+        group = call.q.shape[1] // call.k.shape[1]
         return {
-            "SUMS": self.sums, "HEAD_DIM": call.q.shape[-1], "D": self.d, "T": self.tokens, "SEGMENT": _SEGMENT,
-            "STAGES": _STAGES, "num_warps": self.warps,
+            "SUMS": self.sums, "CHUNKS": group // self.chunk, "CHUNK": self.chunk, "HEAD_DIM": call.q.shape[-1],
+            "D": self.d, "SLICE": self.tile.columns, "T": self.tile.tokens, "SEGMENT": self.segment,
+            "SEGMENTS": 1 << self.segments.bit_length(), "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
-def _plan(call: Call) -> _Plan:
+def _plan(call: Call, tiles: dict[int, _Tile]) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tokens, warps = _TILES[d]
+    tokens = tiles[d].tokens
     restricted = bool(call.mask.tensors) or call.mask.window is not None
     sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
+    group = call.q.shape[1] // call.k.shape[1]
+    chunk = max(n for n in range(1, _CHUNK + 1) if group % n == 0)
     # Without a causal mask every query sees every key; tiles then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
     n_older = max(0, -(-older // tokens))
-    return _Plan(sums, tokens, warps, d, -(-call.tq // tokens), n_older - (-covered // tokens), older, n_older)
+    return _Plan(tiles[d], sums, d, chunk, -(-call.tq // tokens), n_older - (-covered // tokens), older, n_older)
 
 
 def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    plan = _plan(call)
+    plan = _plan(call, _FORWARD)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
     sums = visible_sums.visible_sums(call) if plan.sums == _TABLE else _value_prefix(call, plan)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
-    batch, heads, queries, _ = call.q.shape
-    _kernels().epilogue_kernel[(plan.query_tiles, batch * call.k.shape[1])](
+    batch, kv_heads = call.k.shape[:2]
+    _kernels().epilogue_kernel[(plan.query_tiles * plan.slices, batch * kv_heads)](
         o, z, call.v, sums, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        heads, call.k.shape[1], queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, constant,
+        kv_heads, call.tq, plan.older, plan.n_older, plan.key_tiles, plan.segments, constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
-        **plan.constants(call), **_LAB_F,
+        **plan.constants(call),
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, sums)
 
@@ -137,70 +157,75 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    plan = _plan(call)
+    plan = _plan(call, _BACKWARD)
     dy = dy if _is_dense(dy) else dy.contiguous()
     sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     dq, dk, dv = attention_backward(_attention_gradient(call, plan, dy), o, output.saved_lse)
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
-    row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
-    dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
     elementwise = _gate_kind(gate) == _ELEMENTWISE
-    dgate = None if gate is None else torch.empty_like(gate)
-    if dgate is not None and not elementwise:
-        dgate = dgate.contiguous()  # one number per row, written like the other rows
+    # Gradients of numbers per row: every slice of columns writes its part.
+    wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
+    parts = torch.empty(plan.slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
+    dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
+    dgate = torch.empty_like(gate) if elementwise else dgate
     # Sums of beta * gate * dy over the heads of a group: per tile, or per row where a table says who sees whom.
     shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_tiles, plan.d)
     weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    arguments = (
+    _kernels().epilogue_backward_kernel[(plan.query_tiles * plan.slices, batch * kv_heads)](
         dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
-        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dv), *_sink_strides(sink),
+        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
+        *_strides(dv), *_sink_strides(sink), parts.stride(0),
+        kv_heads, queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, plan.query_tiles,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **plan.constants(call),
     )  # fmt: skip
-    counts = (heads, kv_heads, queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, plan.query_tiles)
-    constants = plan.constants(call) | {"SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None}
-    grid = (plan.query_tiles, batch * kv_heads)
-    if elementwise or plan.sums == _TABLE:
-        _kernels().row_gradients_in_registers_kernel[grid](
-            *arguments, *_strides(dgate), *counts, GATE=_gate_kind(gate), **constants
-        )
-    else:
-        _kernels().row_gradients_kernel[grid](*arguments, *counts, HAS_GATE=gate is not None, **constants, **_LAB_B)
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
     elif plan.sums == _RUNNING and plan.query_tiles > 1:
-        _kernels().add_later_totals_kernel[(-(-(plan.query_tiles - 1) // _SEGMENT), batch * kv_heads)](
+        columns = min(_SUM_COLUMNS, plan.d)
+        grid = (-(-plan.query_tiles // plan.segment) * (plan.d // columns), batch * kv_heads)
+        _kernels().add_later_totals_kernel[grid](
             dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_tiles,
-            HEAD_DIM=head_dim, D=plan.d, T=plan.tokens, SEGMENT=_SEGMENT, STAGES=_STAGES, num_warps=plan.warps,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tile.tokens, SEGMENT=plan.segment, num_warps=_SUM_WARPS,
         )  # fmt: skip
     if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
         # Keys that every query sees get the whole sum.
         seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
         whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
+    if plan.slices > 1 and any(wanted):
+        dsink, dalpha, dbeta, row_gate = _unpacked(parts.sum(0), wanted)
+        dgate = dgate if elementwise else row_gate
     if dsink is not None:
         dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
     return (
         dq, dk, dv, dsink,
         None if dalpha is None else dalpha.to(call.alpha.dtype),
         None if dbeta is None else dbeta.to(call.beta.dtype),
-        dgate,
+        dgate if elementwise or dgate is None else dgate[..., None].to(gate.dtype),
     )  # fmt: skip
+
+
+def _unpacked(stacked: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    """One entry per flag, None where it is unset."""
+    rows = iter(stacked)
+    return [next(rows) if is_wanted else None for is_wanted in wanted]
 
 
 def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
     """What the attention's backward takes for dy: a product with an elementwise gate, or dy with rows negated in place.
 
-    The kernels that follow the attention's backward restore those rows.
+    The kernel that follows the attention's backward restores those rows.
     """
     alpha, gate = _rows(call.alpha), call.gate
     batch, heads, queries, head_dim = dy.shape
     if _gate_kind(gate) == _ELEMENTWISE:
         do = torch.empty_like(dy)
-        _kernels().gated_gradient_kernel[(plan.query_tiles, batch * heads)](
+        _kernels().gated_gradient_kernel[(-(-queries // 32), batch * heads)](
             dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=plan.tokens, num_warps=plan.warps,
+            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=32, num_warps=4,
         )  # fmt: skip
         return do
     if alpha is not None or gate is not None:
@@ -214,7 +239,7 @@ def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
 
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves as sums."""
-    plan = _plan(call)
+    plan = _plan(call, _FORWARD)
     batch, kv_heads, _, head_dim = call.v.shape
     shape = (0,)
     if plan.sums == _TABLE:
@@ -228,11 +253,10 @@ def _value_prefix(call: Call, plan: _Plan) -> Tensor:
     sums = fake_sums(call)
     if plan.sums:
         batch, kv_heads, keys, head_dim = call.v.shape
-        columns = min(_PREFIX_SLICE, plan.d)
+        columns = min(_SUM_COLUMNS, plan.d)
         _kernels().value_prefix_kernel[(batch * kv_heads * (plan.d // columns), plan.segments)](
             call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_tiles, plan.segments,
-            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tokens, SEGMENT=_SEGMENT, STAGES=_PREFIX_STAGES,
-            num_warps=_PREFIX_WARPS,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tile.tokens, SEGMENT=plan.segment, num_warps=_SUM_WARPS,
         )  # fmt: skip
     return sums
 
