@@ -25,19 +25,19 @@ _ELEMENTWISE = 2
 
 
 class _Tile(NamedTuple):
-    """Tokens, columns and warps of a program."""
+    """Tokens and columns that one warp has at a time; tokens of a segment, which it walks down."""
 
     tokens: int
     columns: int
-    warps: int
+    segment: int
 
 
 # By padded head_dim, timed on an H200 (LOG.md).
-_FORWARD = {16: _Tile(32, 16, 1), 32: _Tile(32, 32, 1), 64: _Tile(32, 32, 1), 128: _Tile(32, 32, 1), 256: _Tile(32, 32, 1)}
-_BACKWARD = {16: _Tile(32, 16, 1), 32: _Tile(32, 32, 1), 64: _Tile(32, 64, 2), 128: _Tile(32, 64, 2), 256: _Tile(32, 64, 2)}
-# Most query heads a program has in flight; tokens of a segment of sums; rows a sign check covers.
-_CHUNK, _SEGMENT, _ROWS = 4, 512, 1024
-_SUM_COLUMNS, _SUM_WARPS = 32, 4
+_TILES = {16: _Tile(32, 16, 64), 32: _Tile(16, 32, 64), 64: _Tile(8, 64, 64), 128: _Tile(8, 64, 64), 256: _Tile(8, 64, 64)}
+# Most query heads a program has in flight; rows a sign check covers.
+_CHUNK, _ROWS = 4, 1024
+# Of the sums over values: columns, tokens of a block at least, most blocks.
+_SUM_COLUMNS, _BLOCK, _BLOCKS = 32, 256, 31
 
 
 def _triton_problem() -> str | None:
@@ -79,16 +79,17 @@ def _kernels() -> Any:
 
 
 class _Plan(NamedTuple):
-    """How the tokens are cut into tiles, and how the sums of visible values come about."""
+    """How the tokens are cut into tiles and segments, and how the sums of visible values come about."""
 
     tile: _Tile
     sums: int
     d: int  # head_dim rounded up to a power of two
     chunk: int  # query heads a program takes at once
-    query_tiles: int
-    key_tiles: int
+    tiles: int
+    query_segments: int
+    key_segments: int
     older: int  # keys before the first query's
-    n_older: int  # tiles of them
+    n_older: int  # segments of them
 
     @property
     def slices(self) -> int:
@@ -96,60 +97,69 @@ class _Plan(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Slot where the first key tile starts."""
-        return self.older - self.n_older * self.tile.tokens
+        """Slot where the first key segment starts."""
+        return self.older - self.n_older * self.tile.segment
 
     @property
-    def segment(self) -> int:
-        """Tiles in a segment."""
-        return _SEGMENT // self.tile.tokens
+    def block_segments(self) -> int:
+        """Segments of a block."""
+        return max(_BLOCK // self.tile.segment, -(-self.key_segments // _BLOCKS))
 
     @property
-    def segments(self) -> int:
-        return -(-self.key_tiles // self.segment)
+    def blocks(self) -> int:
+        return -(-self.key_segments // self.block_segments)
 
     def constants(self, call: Call) -> dict[str, int]:
         group = call.q.shape[1] // call.k.shape[1]
         return {
             "SUMS": self.sums, "CHUNKS": group // self.chunk, "CHUNK": self.chunk, "HEAD_DIM": call.q.shape[-1],
-            "D": self.d, "SLICE": self.tile.columns, "T": self.tile.tokens, "SEGMENT": self.segment,
-            "SEGMENTS": 1 << self.segments.bit_length(), "num_warps": self.tile.warps,
+            "D": self.d, "SLICE": self.tile.columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
+            "num_warps": 1,
         }  # fmt: skip
 
 
-def _plan(call: Call, tiles: dict[int, _Tile]) -> _Plan:
+def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tokens = tiles[d].tokens
+    tile = _TILES[d]
     restricted = bool(call.mask.tensors) or call.mask.window is not None
     sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
     group = call.q.shape[1] // call.k.shape[1]
     chunk = max(n for n in range(1, _CHUNK + 1) if group % n == 0)
-    # Without a causal mask every query sees every key; tiles then only cut the sum.
+    # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
-    n_older = max(0, -(-older // tokens))
-    return _Plan(tiles[d], sums, d, chunk, -(-call.tq // tokens), n_older - (-covered // tokens), older, n_older)
+    n_older = max(0, _ceil(older, tile.segment))
+    return _Plan(
+        tile, sums, d, chunk, _ceil(call.tq, tile.tokens), _ceil(call.tq, tile.segment),
+        n_older + _ceil(covered, tile.segment), older, n_older,
+    )  # fmt: skip
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    plan = _plan(call, _FORWARD)
+    plan = _plan(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    sums = visible_sums.visible_sums(call) if plan.sums == _TABLE else _value_prefix(call, plan)
+    sums = _value_sums(call, plan) if plan.sums in (_RUNNING, _WHOLE) else None
+    before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, kv_heads = call.k.shape[:2]
-    _kernels().epilogue_kernel[(plan.query_tiles * plan.slices, batch * kv_heads)](
-        o, z, call.v, sums, sink, alpha, beta, gate, y, lse,
+    _kernels().epilogue_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
+        o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        kv_heads, call.tq, plan.older, plan.n_older, plan.key_tiles, plan.segments, constant,
+        kv_heads, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
+        constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
-        **plan.constants(call),
+        BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call),
     )  # fmt: skip
-    return Output(y, o.new_empty(0) if in_place else o, lse, sums)
+    return Output(y, o.new_empty(0) if in_place else o, lse, before)
 
 
 def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
@@ -157,7 +167,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    plan = _plan(call, _BACKWARD)
+    plan = _plan(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
     sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
@@ -170,25 +180,25 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     parts = torch.empty(plan.slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
     dgate = torch.empty_like(gate) if elementwise else dgate
-    # Sums of beta * gate * dy over the heads of a group: per tile, or per row where a table says who sees whom.
-    shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_tiles, plan.d)
+    # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
+    shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
     weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    _kernels().epilogue_backward_kernel[(plan.query_tiles * plan.slices, batch * kv_heads)](
+    _kernels().epilogue_backward_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
         dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
         *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
         *_strides(dv), *_sink_strides(sink), parts.stride(0),
-        kv_heads, queries, plan.older, plan.n_older, plan.key_tiles, plan.segments, plan.query_tiles,
+        kv_heads, queries, plan.tiles, plan.older, plan.query_segments,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **plan.constants(call),
     )  # fmt: skip
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
-    elif plan.sums == _RUNNING and plan.query_tiles > 1:
+    elif plan.sums == _RUNNING and plan.query_segments > 1:
         columns = min(_SUM_COLUMNS, plan.d)
-        grid = (-(-plan.query_tiles // plan.segment) * (plan.d // columns), batch * kv_heads)
-        _kernels().add_later_totals_kernel[grid](
-            dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_tiles,
-            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tile.tokens, SEGMENT=plan.segment, num_warps=_SUM_WARPS,
+        blocks = _ceil(plan.query_segments - 1, plan.block_segments)
+        _kernels().add_later_totals_kernel[(blocks * (plan.d // columns), batch * kv_heads)](
+            dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_segments, plan.block_segments,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
         )  # fmt: skip
     if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
         # Keys that every query sees get the whole sum.
@@ -238,26 +248,26 @@ def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
 
 
 def fake_sums(call: Call) -> Tensor:
-    """An empty tensor of what :func:`finish` saves as sums."""
-    plan = _plan(call, _FORWARD)
+    """An empty tensor of what :func:`finish` saves: the sum of the values before each tile, or u itself."""
+    plan = _plan(call)
     batch, kv_heads, _, head_dim = call.v.shape
-    shape = (0,)
-    if plan.sums == _TABLE:
-        shape = (batch, kv_heads, call.tq, head_dim)
-    elif plan.sums:
-        shape = (batch * kv_heads, plan.key_tiles + plan.segments, plan.d)
+    shape = {
+        _RUNNING: (batch * kv_heads, plan.tiles, plan.d),
+        _WHOLE: (batch * kv_heads, plan.d),
+        _TABLE: (batch, kv_heads, call.tq, head_dim),
+    }.get(plan.sums, (0,))
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _value_prefix(call: Call, plan: _Plan) -> Tensor:
-    sums = fake_sums(call)
-    if plan.sums:
-        batch, kv_heads, keys, head_dim = call.v.shape
-        columns = min(_SUM_COLUMNS, plan.d)
-        _kernels().value_prefix_kernel[(batch * kv_heads * (plan.d // columns), plan.segments)](
-            call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_tiles, plan.segments,
-            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, T=plan.tile.tokens, SEGMENT=plan.segment, num_warps=_SUM_WARPS,
-        )  # fmt: skip
+def _value_sums(call: Call, plan: _Plan) -> Tensor:
+    batch, kv_heads, keys, head_dim = call.v.shape
+    shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
+    sums = torch.empty(shape, dtype=torch.float32, device=call.v.device)
+    columns = min(_SUM_COLUMNS, plan.d)
+    _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
+        call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
+        plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
+    )  # fmt: skip
     return sums
 
 
