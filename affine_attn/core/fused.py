@@ -7,6 +7,7 @@ r flips the sign of its dy rows in place for the duration of the stock backward.
 small one hands the sums of later tiles to dv.
 """
 
+import functools
 import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -33,11 +34,18 @@ class _Tile(NamedTuple):
 
 
 # By padded head_dim, timed on an H200 (LOG.md).
-_TILES = {16: _Tile(32, 16, 64), 32: _Tile(16, 32, 64), 64: _Tile(8, 64, 64), 128: _Tile(8, 64, 64), 256: _Tile(8, 64, 64)}
+_TILES = {
+    16: _Tile(32, 16, 64),
+    32: _Tile(16, 32, 64),
+    64: _Tile(8, 64, 64),
+    128: _Tile(8, 64, 64),
+    256: _Tile(8, 64, 64),
+}
 # Most query heads a program has in flight; rows a sign check covers.
 _CHUNK, _ROWS = 4, 1024
-# Of the sums over values: columns, tokens of a block at least, most blocks.
-_SUM_COLUMNS, _BLOCK, _BLOCKS = 32, 256, 31
+# Blocks of segments, over which the small kernels walk: tokens at least, number at most, columns of a program.
+_BLOCK, _BLOCKS = 256, 31
+_VALUE_COLUMNS, _TOTAL_COLUMNS = 32, 64
 
 
 def _triton_problem() -> str | None:
@@ -194,7 +202,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
     elif plan.sums == _RUNNING and plan.query_segments > 1:
-        columns = min(_SUM_COLUMNS, plan.d)
+        columns = min(_TOTAL_COLUMNS, plan.d)
         blocks = _ceil(plan.query_segments - 1, plan.block_segments)
         _kernels().add_later_totals_kernel[(blocks * (plan.d // columns), batch * kv_heads)](
             dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_segments, plan.block_segments,
@@ -206,7 +214,8 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
     if plan.slices > 1 and any(wanted):
-        dsink, dalpha, dbeta, row_gate = _unpacked(parts.sum(0), wanted)
+        # Pairwise: a sum over so short a dimension takes three times as long.
+        dsink, dalpha, dbeta, row_gate = _unpacked(functools.reduce(torch.add, parts), wanted)
         dgate = dgate if elementwise else row_gate
     if dsink is not None:
         dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
@@ -263,7 +272,7 @@ def _value_sums(call: Call, plan: _Plan) -> Tensor:
     batch, kv_heads, keys, head_dim = call.v.shape
     shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
     sums = torch.empty(shape, dtype=torch.float32, device=call.v.device)
-    columns = min(_SUM_COLUMNS, plan.d)
+    columns = min(_VALUE_COLUMNS, plan.d)
     _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
         call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
         plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
