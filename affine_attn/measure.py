@@ -50,13 +50,17 @@ def _warm_up(function: Callable[[], object], device: torch.device, round_ms: flo
     """Compile, fill the caches, and find out how many calls make a turn and how long the host needs for them."""
     on_gpu = device.type == "cuda"
     _run(function, _Turn(2 if on_gpu else 1, 0.0), device)
-    start = time.perf_counter()
-    function()
-    host_ms = (time.perf_counter() - start) * 1e3
+    host_ms = min(_host_ms(function) for _ in range(3 if on_gpu else 1))
     ms = _run(function, _Turn(2, 4 * host_ms), device) if on_gpu else host_ms
     calls = max(1, round(round_ms / max(ms, 1e-3)))
     calls = min(calls, _MOST_CALLS) if on_gpu else calls
     return _Turn(calls, 1.0 + 1.2 * host_ms * calls)
+
+
+def _host_ms(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _run(function: Callable[[], object], turn: _Turn, device: torch.device) -> float:

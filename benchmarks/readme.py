@@ -1,4 +1,7 @@
-"""Writes the README's generated parts: the variants, and from benchmarks/results/*.csv the tables and the picture."""
+"""Writes the README's generated parts: the variants, and from benchmarks/results/*.csv the tables and the picture.
+
+``make bench`` calls it; ``python -m benchmarks.readme`` does the same for files that came from elsewhere.
+"""
 
 import re
 from collections.abc import Callable

@@ -33,13 +33,15 @@ console = Console(width=140)
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments = parsed(device)
+    work = groups(device, arguments.modes, arguments.variants, arguments.shapes, arguments.quick)
+    if not work:
+        raise SystemExit("nothing to time: no selected shape has a selected mode and variant")
     path = arguments.output or record.results_path(device)
     # A selection is an update of what is there; a whole run starts afresh.
     old = record.read(path) if arguments.is_selection and path.exists() else []
     machine, start = record.provenance(device), time.perf_counter()
     rows = [row | machine for row in ceiling_rows(device, arguments.rounds)]
     copy_gbps = float(rows[0]["gbps"])
-    work = groups(device, arguments.modes, arguments.variants, arguments.shapes, arguments.quick)
     try:
         for number, group in enumerate(work, 1):
             title = f"[{number}/{len(work)}] {group.name} {group.shape}, {group.mode}"
