@@ -135,7 +135,8 @@ def _compile(build: Build, target: Target):
 
 def _check(build: Build, target: Target, folder: Path) -> None:
     compiled = _compile(build, target)
-    assert compiled.metadata.shared <= SHARED_LIMIT[target.capability]
+    shared, limit = compiled.metadata.shared, SHARED_LIMIT[target.capability]
+    assert shared <= limit, f"{build.name} has {shared} bytes of shared memory"
     if target.capability == 90 and target.dtype != torch.float32:
         assert _stack(compiled, folder) <= STACK_LIMIT.get((build.name, target.head_dim), SPILLS)
 

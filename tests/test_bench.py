@@ -74,14 +74,16 @@ def test_a_backend_that_refuses_leaves_its_reason_and_the_next_one_is_the_baseli
     assert rows[2]["baseline"] == plain.what
 
 
-def test_a_check_at_the_timed_batch_judges_one_sequence():
-    case = Case("affine, then a multiply", "flex", "affine")
-    # On the CPU flex has no backward: any method does.
-    steps_method, steps._METHODS["flex"] = steps._METHODS["flex"], attention
-    try:
-        assert largest_error(case, TINY, "forward", CPU) < 1e-5
-    finally:
-        steps._METHODS["flex"] = steps_method
+def test_what_compiles_is_checked_at_the_timed_batch(monkeypatch):
+    batches = []
+
+    def flex(**inputs):
+        batches.append(len(inputs["q"]))
+        return attention(**inputs)
+
+    monkeypatch.setitem(steps._METHODS, "flex", flex)
+    assert largest_error(Case("affine, FlexAttention", "flex", "affine"), TINY, "forward", CPU) < 1e-5
+    assert batches == [TINY.batch]
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds(monkeypatch):
