@@ -42,6 +42,8 @@ def main() -> None:
     machine, start = record.provenance(device), time.perf_counter()
     rows = [row | machine for row in ceiling_rows(device, arguments.rounds)]
     copy_gbps = float(rows[0]["gbps"])
+    record.write(path, record.merged(old, rows))
+    interrupted = False
     try:
         for number, group in enumerate(work, 1):
             title = f"[{number}/{len(work)}] {group.name} {group.shape}, {group.mode}"
@@ -56,12 +58,14 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     except KeyboardInterrupt:
-        console.print("interrupted; what was measured is kept")
-    console.print(f"wrote {path} in {time.perf_counter() - start:.0f} s")
+        interrupted = True
+    console.print(f"{'interrupted; ' if interrupted else ''}wrote {path} in {time.perf_counter() - start:.0f} s")
     if arguments.output is None:
         readme.main()
     if failed := [f"{r['shape']} {r['what']} ({r['mode']}): {r['note']}" for r in rows if is_failure(r)]:
         raise SystemExit("not timed:\n" + "\n".join(failed))
+    if interrupted:
+        raise SystemExit(130)
 
 
 def parsed(device: torch.device) -> argparse.Namespace:
