@@ -4,16 +4,19 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu bench lint fmt clean
+.PHONY: demo test test-gpu test-aot bench lint fmt clean
 
 demo: .venv/.installed
 	$(BIN)/affine-attn demo
 
 test: .venv/.installed lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full"
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
+
+test-aot: .venv/.installed
+	$(BIN)/python -m pytest -n 2 tests/test_aot.py
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench

@@ -1,10 +1,10 @@
 """Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
 
-Forward: one small kernel sums the values before each tile, one kernel writes y. Backward: where a row factor r (alpha, a
-headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward
-rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative
-r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest, and a
-small one hands the sums of later tiles to dv.
+Forward: one small kernel sums the values before each segment, one kernel writes y. Backward: where a row factor r
+(alpha, a headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock
+backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them;
+a negative r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the
+rest, and a small one hands the sums of later segments to dv.
 """
 
 import functools
@@ -41,8 +41,8 @@ _TILES = {
     128: _Tile(8, 64, 64),
     256: _Tile(8, 64, 64),
 }
-# Most query heads a program has in flight; rows a sign check covers.
-_CHUNK, _ROWS = 4, 1024
+# Most query heads a program has in flight; rows of a product with an elementwise gate; rows a sign check covers.
+_CHUNK, _GATED_ROWS, _ROWS = 4, 32, 1024
 # Blocks of segments, over which the small kernels walk: tokens at least, number at most, columns of a program.
 _BLOCK, _BLOCKS = 256, 31
 _VALUE_COLUMNS, _TOTAL_COLUMNS = 32, 64
@@ -187,7 +187,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
     parts = torch.empty(plan.slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
-    dgate = torch.empty_like(gate) if elementwise else dgate
+    dgate = torch.empty_like(gate) if gate is not None and elementwise else dgate
     # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
     shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
     weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
@@ -242,13 +242,13 @@ def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
     batch, heads, queries, head_dim = dy.shape
     if _gate_kind(gate) == _ELEMENTWISE:
         do = torch.empty_like(dy)
-        _kernels().gated_gradient_kernel[(-(-queries // 32), batch * heads)](
+        _kernels().gated_gradient_kernel[(_ceil(queries, _GATED_ROWS), batch * heads)](
             dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=32, num_warps=4,
+            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=_GATED_ROWS, num_warps=4,
         )  # fmt: skip
         return do
     if alpha is not None or gate is not None:
-        _kernels().negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
+        _kernels().negate_rows_kernel[(_ceil(queries, _ROWS), batch * heads)](
             dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
             HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
             HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,

@@ -2,15 +2,15 @@
 
 Legend. p_ pointer, b_ block of values, o_ offsets, m_ mask. T tokens of a tile, D head dim padded to a power of two.
 
-A program is one warp. It walks down a segment of tokens, tile by tile, with a slice of the columns and all query heads of
-a kv head, and asks for everything a tile needs before it computes anything: these kernels move memory, what costs is
-waiting for it, and many small programs wait at the same time.
+A program is one warp. It walks down a segment of tokens, tile by tile, with a slice of the columns and all query
+heads of a kv head, and asks for everything a tile needs before it computes anything: these kernels move memory, what
+costs is waiting for it, and many small programs wait at the same time.
 
-Sums over tokens. Segments are anchored at the queries: segment c of the keys covers slots from first + c*LENGTH, first =
-older - n_older*LENGTH <= 0, so query segment r and key segment n_older + r cover the same slots. A small kernel prepares
-the sum of the values before each segment, as a sum within its block of segments and a total per block. The backward is
-the mirror image: a segment adds its own part to dv and leaves its total, a small kernel then adds to every segment the
-totals of those after it.
+Sums over tokens. Segments are anchored at the queries: segment c of the keys covers slots from first + c * LENGTH,
+first = older - n_older * LENGTH <= 0, so query segment r and key segment n_older + r cover the same slots. A small
+kernel prepares the sum of the values before each segment, as a sum within its block of segments and a total per
+block. The backward is the mirror image: a segment adds its own part to dv and leaves its total, a small kernel then
+adds to every segment the totals of those after it.
 """
 
 import triton
@@ -22,8 +22,8 @@ LEARNED_SINK: tl.constexpr = tl.constexpr(2)
 NO_GATE: tl.constexpr = tl.constexpr(0)
 HEADWISE: tl.constexpr = tl.constexpr(1)
 ELEMENTWISE: tl.constexpr = tl.constexpr(2)
-# Where the sums u of visible values come from: nowhere, a running sum under a causal mask, one sum for all queries, or a
-# table with a row per query.
+# Where the sums u of visible values come from: nowhere, a running sum under a causal mask, one sum for all queries, or
+# a table with a row per query.
 NO_SUMS: tl.constexpr = tl.constexpr(0)
 RUNNING: tl.constexpr = tl.constexpr(1)
 WHOLE: tl.constexpr = tl.constexpr(2)
@@ -155,7 +155,16 @@ def epilogue_kernel(
 
 @triton.jit
 def _sum_before(
-    p_sums, bh, segment, segments, blocks, block_segments, o_d, SUMS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr
+    p_sums,
+    bh,
+    segment,
+    segments,
+    blocks,
+    block_segments,
+    o_d,
+    SUMS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """Sum of the values before a key segment, or of all of them: its own row, and totals of blocks. BLOCKS > blocks."""
     o_n = tl.arange(0, BLOCKS)
@@ -253,7 +262,7 @@ def epilogue_backward_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of sink, alpha, beta and gate, and a segment's own part of dv: sums of beta * gate * dy from its end on.
+    """Gradients of sink, alpha, beta and gate, and a segment's own part of dv: sums of beta * gate * dy from its end.
 
     Gradients of numbers per row are sums over columns: each slice writes its part. The total of the segment goes to
     p_weighted; with a table every row does, and dv stays as it is.
@@ -329,7 +338,7 @@ def epilogue_backward_kernel(
                     b_dy *= b_gates[i].to(tl.float32)
                     b_gate, b_factor = tl.full([T], 1.0, tl.float32), b_alpha
                 else:
-                    # The size of the row factor is in lse; where it is negative, dy came negated and goes back as it was.
+                    # The factor's size is in lse; where it is negative, dy came negated and goes back as it was.
                     b_gate = b_gates[i]
                     b_factor = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
                     if HAS_ALPHA or GATE == HEADWISE:
@@ -365,7 +374,7 @@ def add_later_totals_kernel(
     p_dv, p_totals, stride_nb, stride_nh, stride_nt, kv_heads, queries, older, segments, block_segments,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """dv of every segment but the last += the totals of all segments after it; a program walks up a block of segments."""
+    """dv of every segment but the last += the totals of all segments after it; a program walks up a block of them."""
     SLICES: tl.constexpr = D // SLICE
     part, block = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
     bh = tl.program_id(1).to(tl.int64)
