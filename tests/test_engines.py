@@ -88,7 +88,7 @@ def test_every_engine_on_cuda(case: Case):
             _assert_within(case, engine, "cuda")
 
 
-FEW_QUERIES = [Shape(3, 6, 2, queries, 300, head_dim) for queries in (1, 5, 16) for head_dim in (64, 80, 128)]
+FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]
 
 
 @pytest.mark.gpu
@@ -97,17 +97,11 @@ FEW_QUERIES = [Shape(3, 6, 2, queries, 300, head_dim) for queries in (1, 5, 16) 
     "mask", ["causal", "window7", "lengths", "left_padding", "documents_interleaved", "everything"]
 )
 @pytest.mark.parametrize("name", SPECS)
-@torch.no_grad
 def test_decode_on_cuda(name, mask, dtype):
     for shape in FEW_QUERIES:
-        case = Case(name, SPECS[name], shape, MASKS[mask], dtype)
-        assert _runs("decode", case, "cuda")
-        inputs, visible = _arguments(case, "cuda")
-        exact = {x: t.double() if isinstance(t, torch.Tensor) else t for x, t in inputs.items()}
-        y = attention(**inputs, mask=visible, impl="decode")
-        expected = attention(**exact, mask=visible, impl="reference")
-        tolerance = 8 * torch.finfo(dtype).eps
-        torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=tolerance)
+        inputs, visible = _arguments(Case(name, SPECS[name], shape, MASKS[mask], dtype), "cuda")
+        wrong = [d for d in deviations("decode", inputs, visible, gradients=False) if not d.within]
+        assert not wrong, f"{shape}: {wrong}"
 
 
 @pytest.mark.gpu
