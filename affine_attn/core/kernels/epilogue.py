@@ -358,13 +358,16 @@ def epilogue_backward_kernel(
                     b_own += (b_betas[i] * b_gate)[:, None] * b_dy
                 if GATE == HEADWISE:
                     tl.store(p_dgate + part * stride_part + o_row, b_dgate, mask=m_t)
-        if SUMS == RUNNING:
-            b_dv = b_dv.to(tl.float32) + tl.cumsum(b_own, 0, reverse=True) + b_after[None, :]
-            tl.store(p_slot, b_dv.to(p_dv.dtype.element_ty), mask=m_v)
         if SUMS == TABLE:
             tl.store(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], b_own, mask=m_td)
         elif SUMS != NO_SUMS:
-            b_after += tl.sum(b_own, 0)
+            b_total = tl.sum(b_own, 0)
+            if SUMS == RUNNING:
+                # The sum from a row on, as what the rows before it leave of the total: a reversed scan takes twice the
+                # shuffles, and shuffles are what this kernel runs out of first.
+                b_from = (b_total + b_after)[None, :] - (tl.cumsum(b_own, 0) - b_own)
+                tl.store(p_slot, (b_dv.to(tl.float32) + b_from).to(p_dv.dtype.element_ty), mask=m_v)
+            b_after += b_total
     if SUMS == RUNNING or SUMS == WHOLE:
         tl.store(p_weighted + (bh * segments + segment) * D + o_d, b_after)
 
