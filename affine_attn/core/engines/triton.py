@@ -59,7 +59,7 @@ CONFIGS = {
     },
     "dkdv": {
         64: Config(64, 64, num_warps=4, num_stages=2),
-        128: Config(64, 64, num_warps=4, num_stages=2),
+        128: Config(64, 128, num_warps=8, num_stages=2),  # fewest spills ahead of time; not timed since it prefetches
         256: Config(32, 64, num_warps=8, num_stages=2),
     },
     "dq": {
