@@ -59,13 +59,13 @@ CONFIGS = {
     },
     "dkdv": {
         64: Config(64, 64, num_warps=4, num_stages=2),
-        128: Config(64, 128, num_warps=8, num_stages=2),  # fewest spills ahead of time; not timed since it prefetches
+        128: Config(64, 128, num_warps=8, num_stages=2),
         256: Config(32, 64, num_warps=8, num_stages=2),
     },
     "dq": {
         64: Config(128, 64, num_warps=8, num_stages=2, maxnreg=128),
         128: Config(64, 64, num_warps=4, num_stages=2),
-        256: Config(128, 32, num_warps=8, num_stages=2),
+        256: Config(64, 32, num_warps=4, num_stages=2),
     },
     "statistics": {
         64: Config(128, 64, num_warps=8, num_stages=3),
