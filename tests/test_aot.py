@@ -32,13 +32,16 @@ SPILLS = 96
 STACK_LIMIT = {("dkdv", 128): 256, ("dkdv", 256): 256, ("decode_split_kernel", 64): 256}
 
 # Epilogue kernels and their constants with every stage switched on, for groups of four; sizes come with the head dim.
+# A name may go on after a colon: the same kernel with other constants.
 STAGES = {"SINK": 2, "HAS_ALPHA": True, "SUMS": 1, "GATE": 2, "CHUNKS": 1, "CHUNK": 4}
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
     "gated_gradient_kernel": {"HAS_ALPHA": True, "T": fused._GATED_ROWS, "num_warps": 4},
     "negate_rows_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "ROWS": fused._ROWS, "T": 16, "num_warps": 4},
-    "epilogue_backward_kernel": STAGES | {"SLICE": None},
+    "epilogue_backward_kernel": STAGES,
+    "epilogue_backward_kernel:affine": STAGES
+    | {"SINK": 0, "GATE": 0, "SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
     "add_later_totals_kernel": {"SLICE": fused._TOTAL_COLUMNS},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
@@ -81,10 +84,10 @@ class Build(NamedTuple):
 
 
 def _epilogue_build(name: str, target: Target) -> Build:
-    tile, kernel = fused._TILES[target.head_dim], getattr(epilogue, name)
+    tile, kernel = fused._TILES[target.head_dim], getattr(epilogue, name.split(":")[0])
     sizes = {"HEAD_DIM": target.head_dim, "D": target.head_dim, "T": tile.tokens, "SLICE": tile.columns}
     sizes |= {"LENGTH": tile.segment, "num_warps": 1} | EPILOGUE_KERNELS[name]
-    sizes["SLICE"] = sizes["SLICE"] or tile.backward_columns
+    sizes["SLICE"] = getattr(tile, sizes["SLICE"]) if isinstance(sizes["SLICE"], str) else sizes["SLICE"]
     options = {"num_warps": sizes.pop("num_warps")}
     return Build(name, kernel, {x: sizes[x] for x in sizes if x in kernel.arg_names}, _types(target), options)
 

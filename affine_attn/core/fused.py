@@ -42,8 +42,10 @@ _TILES = {
     128: _Tile(8, 64, 128, 64),
     256: _Tile(8, 64, 128, 64),
 }
-# Most query heads a program has in flight; rows of a product with an elementwise gate; rows a sign check covers.
-_CHUNK, _GATED_ROWS, _ROWS = 4, 32, 1024
+# Most query heads a program has in flight, and most columns of them: more would not fit its registers.
+_CHUNK, _CHUNK_COLUMNS = 4, 384
+# Rows of a product with an elementwise gate; rows a sign check covers.
+_GATED_ROWS, _ROWS = 32, 1024
 # Blocks of segments, over which the small kernels walk: tokens at least, number at most, columns of a program.
 _BLOCK, _BLOCKS = 256, 31
 _VALUE_COLUMNS, _TOTAL_COLUMNS = 32, 64
@@ -93,7 +95,6 @@ class _Plan(NamedTuple):
     tile: _Tile
     sums: int
     d: int  # head_dim rounded up to a power of two
-    chunk: int  # query heads a program takes at once
     tiles: int
     query_segments: int
     key_segments: int
@@ -116,8 +117,9 @@ class _Plan(NamedTuple):
 
     def constants(self, call: Call, columns: int) -> dict[str, int]:
         group = call.q.shape[1] // call.k.shape[1]
+        chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
-            "SUMS": self.sums, "CHUNKS": group // self.chunk, "CHUNK": self.chunk, "HEAD_DIM": call.q.shape[-1],
+            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": call.q.shape[-1],
             "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
             "num_warps": 1,
         }  # fmt: skip
@@ -128,13 +130,11 @@ def _plan(call: Call) -> _Plan:
     tile = _TILES[d]
     restricted = bool(call.mask.tensors) or call.mask.window is not None
     sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
-    group = call.q.shape[1] // call.k.shape[1]
-    chunk = max(n for n in range(1, _CHUNK + 1) if group % n == 0)
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
     n_older = max(0, _ceil(older, tile.segment))
     return _Plan(
-        tile, sums, d, chunk, _ceil(call.tq, tile.tokens), _ceil(call.tq, tile.segment),
+        tile, sums, d, _ceil(call.tq, tile.tokens), _ceil(call.tq, tile.segment),
         n_older + _ceil(covered, tile.segment), older, n_older,
     )  # fmt: skip
 
@@ -181,7 +181,10 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     kv_heads = call.k.shape[1]
     elementwise = _gate_kind(gate) == _ELEMENTWISE
     # Gradients of numbers per row: every slice of columns writes its part.
-    slices = plan.d // plan.tile.backward_columns
+    # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
+    is_light = not elementwise and sum(x is not None for x in (sink, beta, gate)) == 1
+    columns = plan.tile.backward_columns if is_light else plan.tile.columns
+    slices = plan.d // columns
     wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
     parts = torch.empty(slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
@@ -196,16 +199,16 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         *_strides(dv), *_sink_strides(sink), parts.stride(0),
         kv_heads, queries, plan.tiles, plan.older, plan.query_segments,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate),
-        **plan.constants(call, plan.tile.backward_columns),
+        **plan.constants(call, columns),
     )  # fmt: skip
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
     elif plan.sums == _RUNNING and plan.query_segments > 1:
-        columns = min(_TOTAL_COLUMNS, plan.d)
+        total_columns = min(_TOTAL_COLUMNS, plan.d)
         blocks = _ceil(plan.query_segments - 1, plan.block_segments)
-        _kernels().add_later_totals_kernel[(blocks * (plan.d // columns), batch * kv_heads)](
+        _kernels().add_later_totals_kernel[(blocks * (plan.d // total_columns), batch * kv_heads)](
             dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_segments, plan.block_segments,
-            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=total_columns, LENGTH=plan.tile.segment, num_warps=1,
         )  # fmt: skip
     if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
         # Keys that every query sees get the whole sum.

@@ -65,7 +65,7 @@ CONFIGS = {
     "dq": {
         64: Config(128, 64, num_warps=8, num_stages=2, maxnreg=128),
         128: Config(64, 64, num_warps=4, num_stages=2),
-        256: Config(64, 32, num_warps=4, num_stages=2),
+        256: Config(64, 32, num_warps=8, num_stages=2),
     },
     "statistics": {
         64: Config(128, 64, num_warps=8, num_stages=3),
