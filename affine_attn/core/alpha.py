@@ -68,6 +68,9 @@ class AlphaGate(nn.Module):
 
     def _accumulate(self, alpha: Tensor, valid: Tensor | None) -> None:
         self._warn_if_never_committed()
+        if self._sum.device != alpha.device:
+            # Built on the meta device and filled from a checkpoint, as Hugging Face loads models: not through _apply.
+            self._sum, self._count = self._sum.new_zeros(self._sum.shape, device=alpha.device), alpha.new_zeros(())
         if valid is None:
             self._sum += alpha.sum((0, 2))
             self._count += alpha.shape[0] * alpha.shape[2]

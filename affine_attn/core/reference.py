@@ -24,16 +24,28 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     """y [B, H, Tq, D]; ``matmul`` lowers the precision of the two products (the yardstick of the tolerance rule)."""
-    everything = slice(0, call.tq), slice(0, call.tk)
-    visible = call.visible(*everything)
+    visible = _visible(call)
     k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
-    s = scores(call, k, visible, *everything, matmul=matmul)
-    p, _ = probabilities(s, sink_rows(call, everything[0]))
-    w = weights(p, visible, call.alpha, call.beta)
+    w = _dense_weights(call, k, visible, matmul)
     y = grouped_matmul(w, v.to(w.dtype), matmul)
     if call.gate is not None:
         y = call.gate.to(y.dtype) * y
     return _Poison.apply(y, poisoned).to(call.q.dtype)
+
+
+def dense_weights(call: Call) -> Tensor:
+    """w [B, H, Tq, Tk] of stages 1 to 3, zero on invisible keys, in the precision of row statistics."""
+    return _dense_weights(call, call.k, _visible(call))
+
+
+def _visible(call: Call) -> Tensor:
+    return call.visible(slice(0, call.tq), slice(0, call.tk))
+
+
+def _dense_weights(call: Call, k: Tensor, visible: Tensor, matmul: torch.dtype | None = None) -> Tensor:
+    rows, keys = slice(0, call.tq), slice(0, call.tk)
+    p, _ = probabilities(scores(call, k, visible, rows, keys, matmul=matmul), sink_rows(call, rows))
+    return weights(p, visible, call.alpha, call.beta)
 
 
 class _Poison(torch.autograd.Function):

@@ -1,0 +1,20 @@
+"""Hugging Face models with any attention of the family. Importing this registers them with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel
+from affine_attn.models.presets import PRESETS, preset
+
+AutoConfig.register(AffineAttnConfig.model_type, AffineAttnConfig)
+AutoModel.register(AffineAttnConfig, AffineAttnModel)
+AutoModelForCausalLM.register(AffineAttnConfig, AffineAttnForCausalLM)
+
+__all__ = [
+    "PRESETS",
+    "AffineAttnConfig",
+    "AffineAttnForCausalLM",
+    "AffineAttnModel",
+    "AffineAttnPreTrainedModel",
+    "preset",
+]
