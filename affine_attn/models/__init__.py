@@ -3,8 +3,10 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.convert import convert, export, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel
 from affine_attn.models.presets import PRESETS, preset
+from affine_attn.models.streaming import StreamingCache
 
 AutoConfig.register(AffineAttnConfig.model_type, AffineAttnConfig)
 AutoModel.register(AffineAttnConfig, AffineAttnModel)
@@ -16,5 +18,9 @@ __all__ = [
     "AffineAttnForCausalLM",
     "AffineAttnModel",
     "AffineAttnPreTrainedModel",
+    "StreamingCache",
+    "convert",
+    "export",
     "preset",
+    "stage_keys",
 ]

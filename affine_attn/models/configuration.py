@@ -49,9 +49,9 @@ class AffineAttnConfig(LlamaConfig):
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
         # Plain JSON from here on: save_pretrained cannot write objects.
         if isinstance(self.attention, list | tuple):
-            self.attention = [_as_spec(entry).to_dict() for entry in self.attention]
+            self.attention = [as_spec(entry).to_dict() for entry in self.attention]
         else:
-            self.attention = _as_spec(self.attention).to_dict()
+            self.attention = as_spec(self.attention).to_dict()
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
@@ -94,7 +94,7 @@ class AffineAttnConfig(LlamaConfig):
         self._validate_default_rope_parameters(rope_parameters, (ignore_keys or set()) | {"p"})
 
 
-def _as_spec(attention: Any) -> AttentionSpec:
+def as_spec(attention: Any) -> AttentionSpec:
     if isinstance(attention, AttentionSpec):
         return attention
     if isinstance(attention, str):

@@ -28,6 +28,7 @@ from affine_attn.core.rope import rotate
 from affine_attn.core.spec import LogN
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.interface import NAME, PreparedMask, decoder_mask
+from affine_attn.models.streaming import StreamingCache
 
 
 class AffineAttnAttention(AttentionLayer):
@@ -63,9 +64,15 @@ class AffineAttnAttention(AttentionLayer):
         q, k, v = self.project(hidden_states)
         # transformers repeats the table for both halves of a head.
         cos, sin = (table[:, None, :, : self.head_dim // 2] for table in position_embeddings)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        streaming = isinstance(past_key_values, StreamingCache)
+        if not streaming:
+            k = rotate(k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        if streaming:
+            # The tables are those of all its keys, whose places change with every call.
+            k = rotate(k, cos, sin)
+        q = rotate(q, cos[:, :, -q.shape[2] :], sin[:, :, -q.shape[2] :])
         k, v = attention_mask.filled(k, v)
         stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))
         y = attention(**stages, impl=impl)
@@ -168,6 +175,8 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         if tokens is None:
             raise ValueError("AffineAttnModel: give input_ids or inputs_embeds")
         kwargs.setdefault("output_attentions", self.config.output_attentions)
+        if isinstance(past_key_values, StreamingCache):
+            attention_mask, position_ids = None, past_key_values.key_positions(tokens, attention_mask)
         return super().forward(
             input_ids=input_ids,
             attention_mask=decoder_mask(tokens, attention_mask, past_key_values, position_ids, document_ids),
