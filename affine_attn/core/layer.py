@@ -13,7 +13,7 @@ from affine_attn.core.spec import AttentionSpec, LogN
 from affine_attn.core.variants import variant
 
 
-class Cache(Protocol):
+class KeyValueCache(Protocol):
     """What the layer asks of a key/value cache; every Hugging Face cache has it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
@@ -88,7 +88,7 @@ class AttentionLayer(nn.Module):
         x: Tensor,
         mask: Mask = Mask(),
         positions: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         impl: str = "auto",
     ) -> Tensor:
         """x [B, T, dim]; positions [B or 1, T] for RoPE (default: each token's slot); mask over the cached keys."""

@@ -6,6 +6,7 @@ from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel
 from affine_attn.models.presets import PRESETS, preset
+from affine_attn.models.remote_code import save_with_code
 from affine_attn.models.streaming import StreamingCache
 
 AutoConfig.register(AffineAttnConfig.model_type, AffineAttnConfig)
@@ -22,5 +23,6 @@ __all__ = [
     "convert",
     "export",
     "preset",
+    "save_with_code",
     "stage_keys",
 ]

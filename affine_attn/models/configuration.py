@@ -65,6 +65,13 @@ class AffineAttnConfig(LlamaConfig):
                 stacklevel=2,
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self._auto_class is None:
+            # Code may lie beside the weights that were read; it does not beside those that will be written.
+            fields.pop("auto_map", None)
+        return fields
+
     def spec(self, layer: int) -> AttentionSpec:
         """The attention of one layer."""
         return AttentionSpec.from_dict(self.attention[layer] if isinstance(self.attention, list) else self.attention)

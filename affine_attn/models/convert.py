@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -94,8 +96,14 @@ def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
 
 def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
     """Any causal model of transformers; code that comes with a checkpoint is never run."""
-    more = {"gguf_file": gguf_file} if gguf_file else {}
-    return AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
+    more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
 
 
 def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:
