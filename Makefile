@@ -4,7 +4,7 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu bench lint fmt clean
+.PHONY: demo test test-gpu test-hf-common bench lint fmt clean
 
 demo: .venv/.installed
 	$(BIN)/affine-attn demo
@@ -14,6 +14,13 @@ test: .venv/.installed lint
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
+
+# transformers' own common model tests: SOURCE is a checkout of its repository, used for the library and for the tests.
+test-hf-common: .venv/.installed
+	@test -f "$(SOURCE)/tests/test_modeling_common.py" || { echo "give SOURCE=path/to/transformers, a checkout"; exit 2; }
+	cd "$(SOURCE)" && PYTHONPATH="$(SOURCE)/src:$(SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 "$(CURDIR)/$(BIN)/python" -m pytest -q \
+		-c /dev/null --rootdir="$(CURDIR)/hf_common" --import-mode=importlib -p no:cacheprovider -n 2 \
+		"$(CURDIR)/hf_common/test_common.py"
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench

@@ -24,28 +24,21 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     """y [B, H, Tq, D]; ``matmul`` lowers the precision of the two products (the yardstick of the tolerance rule)."""
-    visible = _visible(call)
+    return run_with_weights(call, matmul)[0]
+
+
+def run_with_weights(call: Call, matmul: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """y, and the weights w [B, H, Tq, Tk] it is made of: zero on invisible keys, in the precision of row statistics."""
+    everything = slice(0, call.tq), slice(0, call.tk)
+    visible = call.visible(*everything)
     k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
-    w = _dense_weights(call, k, visible, matmul)
+    s = scores(call, k, visible, *everything, matmul=matmul)
+    p, _ = probabilities(s, sink_rows(call, everything[0]))
+    w = weights(p, visible, call.alpha, call.beta)
     y = grouped_matmul(w, v.to(w.dtype), matmul)
     if call.gate is not None:
         y = call.gate.to(y.dtype) * y
-    return _Poison.apply(y, poisoned).to(call.q.dtype)
-
-
-def dense_weights(call: Call) -> Tensor:
-    """w [B, H, Tq, Tk] of stages 1 to 3, zero on invisible keys, in the precision of row statistics."""
-    return _dense_weights(call, call.k, _visible(call))
-
-
-def _visible(call: Call) -> Tensor:
-    return call.visible(slice(0, call.tq), slice(0, call.tk))
-
-
-def _dense_weights(call: Call, k: Tensor, visible: Tensor, matmul: torch.dtype | None = None) -> Tensor:
-    rows, keys = slice(0, call.tq), slice(0, call.tk)
-    p, _ = probabilities(scores(call, k, visible, rows, keys, matmul=matmul), sink_rows(call, rows))
-    return weights(p, visible, call.alpha, call.beta)
+    return _Poison.apply(y, poisoned).to(call.q.dtype), w
 
 
 class _Poison(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+import affine_attn.models.parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel

@@ -1,5 +1,8 @@
 """``AffineAttnConfig``: a Llama configuration plus the attention of each layer."""
 
+# transformers annotates as strings and class variables what it makes properties of and sets on instances.
+# pyright: reportIncompatibleVariableOverride=false, reportAttributeAccessIssue=false
+
 import warnings
 from typing import Any
 
@@ -9,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from affine_attn.core.rope import Rope
-from affine_attn.core.spec import AttentionSpec, ScaleInvariant
+from affine_attn.core.spec import AttentionSpec, LogN, ScaleInvariant
 from affine_attn.core.variants import variant
+from affine_attn.models.interface import NAME
 
 
 class AffineAttnConfig(LlamaConfig):
@@ -24,14 +28,6 @@ class AffineAttnConfig(LlamaConfig):
     """
 
     model_type = "affine_attn"
-    base_model_tp_plan = {  # noqa: RUF012 (a class attribute of transformers, not a field)
-        **(LlamaConfig.base_model_tp_plan or {}),
-        # One row, or one entry, per query head: sharded with the heads of q_proj.
-        "layers.*.self_attn.attn_gate": "colwise",
-        "layers.*.self_attn.alpha.w_a": "colwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.self_attn.logn_scale": "colwise",
-    }
 
     attention: Any = "affine"
     window: int | list[int | None] | None = None
@@ -59,11 +55,35 @@ class AffineAttnConfig(LlamaConfig):
                     f"AffineAttnConfig: {name} has {len(value)} entries, num_hidden_layers is {self.num_hidden_layers}"
                 )
         specs = [self.spec(layer) for layer in range(self.num_hidden_layers)]
+        self.base_model_tp_plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
         if not self.qk_norm and any(isinstance(spec.logit, ScaleInvariant) for spec in specs):
             warnings.warn(
                 "scale-invariant attention without qk_norm=True: its derivation assumes logits of unit variance",
                 stacklevel=2,
             )
+
+    def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str]:
+        """How tensor parallelism shards a layer: what the stages have per query head goes with the heads of q_proj."""
+        styles = {
+            "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
+            "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
+            "attn_gate": "colwise" if any(spec.gate for spec in specs) else None,
+            "sinks": "colwise" if any(spec.sink == "learned" for spec in specs) else None,
+            "logn_scale": "colwise" if any(isinstance(spec.logit, LogN) for spec in specs) else None,
+            "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
+        }
+        plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items() if style}
+        return plan | {"layers.*.self_attn": "affine_attn_heads"}
+
+    @property
+    def _attn_implementation(self) -> str:
+        return NAME
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | None) -> None:
+        # "eager" is how one asks transformers for attention weights; they are to be had here anyway.
+        if value not in (None, "eager", NAME):
+            raise ValueError(f"AffineAttn models run attn_implementation={NAME!r} only, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 
+from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, load, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.remote_code import save_with_code
@@ -66,7 +67,7 @@ def generate_text(
     # Any: transformers types generate for a protocol that its own models do not meet.
     network: Any = load(model)
     network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-    if recent is not None and not isinstance(network, AffineAttnForCausalLM):
+    if recent is not None and network.config.model_type != AffineAttnConfig.model_type:
         raise ValueError(f"--recent needs an AffineAttn model, {model} is a {network.config.model_type} model")
     inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
     if not inputs["input_ids"].numel():

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
-from affine_attn.core.reference import dense_weights
+from affine_attn.core.reference import run_with_weights
 
 NAME = "affine_attn"
 
@@ -82,11 +82,6 @@ def prepare(
 
 def _fit(padding: Tensor, dropped: int | Tensor, slots: int, exact: bool) -> Tensor | None:
     """The part of a 2-D attention mask that belongs to the key slots, or None where all are real."""
-    if padding.ndim != 2:
-        raise ValueError(
-            f"attention_mask must be 2-D [batch, tokens so far], got {list(padding.shape)}; "
-            "for packed sequences give position_ids that restart, or document_ids"
-        )
     padding = padding.bool()
     if isinstance(dropped, Tensor) or dropped > 0:
         padding = padding[:, dropped:]
@@ -113,6 +108,11 @@ def decoder_mask(
     """
     if isinstance(attention_mask, PreparedMask):
         return attention_mask
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must be 2-D [batch, tokens so far], got {list(attention_mask.shape)}; "
+            "for packed sequences give position_ids that restart, or document_ids"
+        )
     batch, queries = tokens.shape[:2]
     seen = 0 if cache is None else cache.get_query_offset(0)
     slots, dropped = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
@@ -199,8 +199,10 @@ def transformers_attention(
         raise ValueError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
     key, value = attention_mask.filled(key, value)
     arguments = (query, key, value, attention_mask.mask, scaling, None, s_aux)
-    weights = dense_weights(checked_call(*arguments)) if output_attentions else None
-    return attention(*arguments).transpose(1, 2), weights
+    if output_attentions:
+        y, weights = run_with_weights(checked_call(*arguments))
+        return y.transpose(1, 2), weights
+    return attention(*arguments).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, transformers_attention)

@@ -23,11 +23,11 @@ from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import attention
 from affine_attn.core.layer import AttentionLayer
-from affine_attn.core.reference import dense_weights
+from affine_attn.core.reference import run_with_weights
 from affine_attn.core.rope import rotate
 from affine_attn.core.spec import LogN
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.interface import NAME, PreparedMask, decoder_mask
+from affine_attn.models.interface import PreparedMask, decoder_mask
 from affine_attn.models.streaming import StreamingCache
 
 
@@ -75,8 +75,11 @@ class AffineAttnAttention(AttentionLayer):
         q = rotate(q, cos[:, :, -q.shape[2] :], sin[:, :, -q.shape[2] :])
         k, v = attention_mask.filled(k, v)
         stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))
-        y = attention(**stages, impl=impl)
-        weights = dense_weights(checked_call(**stages)) if output_attentions else None
+        weights = None
+        if output_attentions:
+            y, weights = run_with_weights(checked_call(**stages))
+        else:
+            y = attention(**stages, impl=impl)
         return self.o_proj(y.transpose(1, 2).flatten(2)), weights
 
 
@@ -94,18 +97,16 @@ class AffineAttnDecoderLayer(LlamaDecoderLayer):
 class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
     config: AffineAttnConfig
     config_class = AffineAttnConfig
+    # One implementation, see AffineAttnConfig; its engines are chosen call by call.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
     _no_split_modules = ["AffineAttnDecoderLayer"]  # noqa: RUF012 (as in transformers)
     _keep_in_fp32_modules_strict = ["alpha_ma"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": AffineAttnDecoderLayer,
         "attentions": AffineAttnAttention,
     }
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        # "eager" is how one asks transformers for attention weights; they are to be had here anyway.
-        if requested_attention not in (None, "eager", NAME):
-            raise ValueError(f"AffineAttn models run attn_implementation={NAME!r} only, got {requested_attention!r}")
-        return NAME
 
     @classmethod
     def from_pretrained(

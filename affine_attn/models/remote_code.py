@@ -13,11 +13,11 @@ from types import ModuleType
 from transformers import PreTrainedModel
 
 from affine_attn.core import alpha, call, layer, masks, reference, rope, spec, variants
-from affine_attn.models import configuration, interface, modeling, streaming
+from affine_attn.models import configuration, interface, modeling, parallel, streaming
 
 MODULE = "modeling_affine_attn"
 _BEFORE_ATTENTION = (spec, rope, masks, variants, call, reference)
-_AFTER_ATTENTION = (alpha, layer, configuration, interface, streaming, modeling)
+_AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
 # dispatch.py without its engines.
 _ATTENTION = '''
 def attention(*arguments, impl: str = "reference", **named) -> Tensor:
