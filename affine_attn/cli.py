@@ -96,7 +96,7 @@ def _one_line_errors() -> Iterator[None]:
     """Bad input is answered with a sentence, not with a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(str(error).splitlines()[0], style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 

@@ -33,12 +33,12 @@ class AttentionLayer(nn.Module):
         head_dim: int | None = None,
         attention: AttentionSpec | str = "affine",
         qkv_bias: bool = False,
-        out_bias: bool = False,
         qk_norm: bool = False,
         rope: Rope | None = Rope(),
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         layer_idx: int = 0,
+        out_bias: bool = False,
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads

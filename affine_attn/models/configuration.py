@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from affine_attn.core.rope import Rope
-from affine_attn.core.spec import AttentionSpec, LogN, ScaleInvariant
+from affine_attn.core.spec import AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
 from affine_attn.models.interface import NAME
 
@@ -68,8 +68,6 @@ class AffineAttnConfig(LlamaConfig):
             "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "attn_gate": "colwise" if any(spec.gate for spec in specs) else None,
-            "sinks": "colwise" if any(spec.sink == "learned" for spec in specs) else None,
-            "logn_scale": "colwise" if any(isinstance(spec.logit, LogN) for spec in specs) else None,
             "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
         }
         plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items() if style}

@@ -35,6 +35,10 @@ class PreparedMask:
     ndim: ClassVar[int] = 4
     shape: ClassVar[tuple[int, ...]] = (0, 0, 0, 0)
 
+    def contiguous(self) -> "PreparedMask":
+        """As transformers asks of every mask that ``generate`` prepares."""
+        return self
+
     def to(self, device: torch.device, **_) -> "PreparedMask":
         """Onto another device: accelerate calls it when it spreads the layers over several."""
         return replace(self, mask=replace(self.mask, **{name: t.to(device) for name, t in self.mask.tensors.items()}))
