@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+# The queue of a stream holds about a thousand launches: a turn of so many calls is queued before its first one runs.
+_MOST_CALLS = 64
+_CYCLES_PER_MS = 2_000_000  # a GPU at 2 GHz; a slower one just waits longer
+
 
 class Timing(NamedTuple):
     """Milliseconds per call over the rounds, and the median of the per-round ratios to the baseline."""
@@ -17,6 +21,11 @@ class Timing(NamedTuple):
     ratio: float
 
 
+class _Turn(NamedTuple):
+    calls: int
+    lead_ms: float  # host time to queue the calls, for which the GPU is kept waiting
+
+
 def side_by_side(
     functions: Mapping[str, Callable[[], object]],
     baseline: str,
@@ -24,34 +33,51 @@ def side_by_side(
     rounds: int = 7,
     round_ms: float = 50.0,
 ) -> dict[str, Timing]:
-    """Time every function against ``baseline``, interleaved; each turn lasts about ``round_ms`` after a warm-up."""
-    repeats = {}
-    for name, function in functions.items():
-        _run(function, 2, device)
-        repeats[name] = max(1, round(round_ms / max(_run(function, 2, device), 1e-3)))
+    """Time every function against ``baseline``, interleaved; each turn lasts about ``round_ms`` after a warm-up.
+
+    On CUDA this is the time of the GPU, not of the host: a turn is queued behind a wait as long as the queueing takes.
+    A function whose data would stay in the cache between calls must bring several sets of it and rotate.
+    """
+    turns = {name: _warm_up(function, device, round_ms) for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            times[name].append(_run(function, repeats[name], device))
+            times[name].append(_run(function, turns[name], device))
     return {name: _summary(ms, times[baseline]) for name, ms in times.items()}
 
 
-def _run(function: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _warm_up(function: Callable[[], object], device: torch.device, round_ms: float) -> _Turn:
+    """Compile, fill the caches, and find out how many calls make a turn and how long the host needs for them."""
+    on_gpu = device.type == "cuda"
+    _run(function, _Turn(2 if on_gpu else 1, 0.0), device)
+    host_ms = min(_host_ms(function) for _ in range(3 if on_gpu else 1))
+    ms = _run(function, _Turn(2, 4 * host_ms), device) if on_gpu else host_ms
+    calls = max(1, round(round_ms / max(ms, 1e-3)))
+    calls = min(calls, _MOST_CALLS) if on_gpu else calls
+    return _Turn(calls, 1.0 + 1.2 * host_ms * calls)
+
+
+def _host_ms(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _run(function: Callable[[], object], turn: _Turn, device: torch.device) -> float:
     """Milliseconds per call."""
     if device.type != "cuda":
         start = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(turn.calls):
             function()
-        return (time.perf_counter() - start) * 1e3 / repeats
+        return (time.perf_counter() - start) * 1e3 / turn.calls
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # Keep the GPU busy while the first calls are queued: what is measured is the GPU's time, not the host's start.
-    torch.cuda._sleep(4_000_000)
+    torch.cuda._sleep(int(turn.lead_ms * _CYCLES_PER_MS))
     start.record()
-    for _ in range(repeats):
+    for _ in range(turn.calls):
         function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    return start.elapsed_time(end) / turn.calls
 
 
 def _summary(ms: list[float], baseline: list[float]) -> Timing:

@@ -1,43 +1,112 @@
-"""Writes the README's generated tables: the variants, and forward + backward ratios from benchmarks/results/*.csv."""
+"""Writes the README's generated parts: the variants, and from benchmarks/results/*.csv the tables and the picture.
 
-import csv
+``make bench`` calls it; ``python -m benchmarks.readme`` does the same for files that came from elsewhere.
+"""
+
 import re
-from pathlib import Path
+from collections.abc import Callable
 
 from affine_attn.core.variants import variants_table
+from benchmarks import plot
+from benchmarks.record import RESULTS, ROOT, Row, read
 
-ROOT = Path(__file__).parent.parent
 
-
-def speed_table() -> str:
-    """One table per device: rows are what was timed, columns are shapes, cells the ratio to that shape's baseline."""
+def results() -> str:
+    """A caption, a picture and one table per topic for every device."""
     parts = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
-        rows = [row for row in csv.DictReader(path.open()) if row["mode"] == "forward+backward"]
-        if not rows:
-            continue
-        shapes = list(dict.fromkeys(row["shape"] for row in rows))
-        first = rows[0]
+    for path in sorted(RESULTS.glob("*.csv")):
+        rows = read(path)
+        parts.append(caption(rows))
+        picture = path.with_suffix(".svg")
+        if plot.draw(rows, picture):
+            parts.append(f"![training cost over context length]({picture.relative_to(ROOT)})")
+        parts += tables(rows)
+    return "\n\n".join(parts)
+
+
+def caption(rows: list[Row]) -> str:
+    first = rows[0]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    text = f"**{first['device']}**, torch {first['torch']}, triton {first['triton']}, commit {commits}"
+    ceilings = []
+    for row in rows:
+        if row["mode"] == "ceiling":
+            figure = f"{float(row['gbps']):.0f} GB/s" if row["gbps"] else f"{float(row['tflops']):.3g} TFLOP/s"
+            ceilings.append(f"{row['what']} {figure}")
+    return f"{text}; {', '.join(ceilings)}." if ceilings else f"{text}."
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Training, decoding, epilogue and statistics, those that were measured."""
+    parts = []
+    if training := _of("forward+backward", rows):
+        memory = training[0]["shape"]
+        peaks = {r["what"]: f"{float(r['peak_mib']):.0f}" for r in training if r["shape"] == memory and r["peak_mib"]}
+        parts += [
+            f"Forward + backward, ratio to {_baseline(training)} (milliseconds); MiB beyond the inputs at {memory}:",
+            _table(training, _ratio_and_ms, {f"{memory} MiB": peaks}),
+        ]
+    if decoding := _of("decode", rows):
+        parts += [
+            f"Decoding, ratio to {_baseline(decoding)} (bytes of K and V per second over those of a copy):",
+            _table(decoding, _ratio_and_fraction),
+        ]
+    if epilogue := _of("epilogue", rows):
+        parts += [
+            "The epilogue alone, microseconds (bytes that must move per second over those of a copy):",
+            _table(epilogue, _us_and_fraction),
+        ]
+    if statistics := _of("statistics", rows):
+        own = ", ".join(f"{r['what']} {float(r['ratio']):.2f}" for r in statistics if r["what"] != r["baseline"])
         parts.append(
-            f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {first['commit']}; "
-            f"ratio to {first['baseline']} (milliseconds):\n"
+            f"`attention_stats` at {statistics[0]['shape']}, ratio to one {_baseline(statistics)} forward: {own}."
         )
-        parts.append("| | " + " | ".join(shapes) + " |\n|---|" + "---|" * len(shapes))
-        for what in dict.fromkeys(row["what"] for row in rows):
-            cells = {
-                r["shape"]: f"{float(r['ratio']):.2f} ({float(r['ms_p50']):.3g})" for r in rows if r["what"] == what
-            }
-            parts.append(f"| {what} | " + " | ".join(cells.get(shape, "") for shape in shapes) + " |")
-        parts.append("")
-    return "\n".join(parts).strip()
+    return parts
+
+
+def _of(mode: str, rows: list[Row]) -> list[Row]:
+    """The rows that were timed; a row without a time has its reason in the CSV."""
+    return [row for row in rows if row["mode"] == mode and row["ms_p50"]]
+
+
+def _baseline(rows: list[Row]) -> str:
+    return " or ".join(dict.fromkeys(row["baseline"] for row in rows if row["baseline"]))
+
+
+def _table(rows: list[Row], cell: Callable[[Row], str], extra: dict[str, dict[str, str]] | None = None) -> str:
+    """Rows are what was timed, columns are shapes and then ``extra`` ones."""
+    shapes, extra = list(dict.fromkeys(row["shape"] for row in rows)), extra or {}
+    heads = [*shapes, *extra]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for what in dict.fromkeys(row["what"] for row in rows):
+        cells = {row["shape"]: cell(row) for row in rows if row["what"] == what}
+        columns = [cells.get(shape, "") for shape in shapes] + [column.get(what, "") for column in extra.values()]
+        lines.append(f"| {what} | " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def _ratio_and_ms(row: Row) -> str:
+    return f"{float(row['ratio']):.2f} ({_three_digits(float(row['ms_p50']))})"
+
+
+def _ratio_and_fraction(row: Row) -> str:
+    return f"{float(row['ratio']):.2f} ({float(row['fraction_of_copy']):.0%})"
+
+
+def _us_and_fraction(row: Row) -> str:
+    return f"{_three_digits(1e3 * float(row['ms_p50']))} ({float(row['fraction_of_copy']):.0%})"
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def main() -> None:
     path = ROOT / "README.md"
     text = path.read_text()
-    for name, table in (("variants", variants_table()), ("speed", speed_table())):
+    for name, generated in (("variants", variants_table()), ("speed", results())):
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
-        text = re.sub(pattern, lambda m, table=table: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL)
+        text = re.sub(pattern, lambda m, new=generated: f"{m[1]}\n{new}\n\n{m[2]}", text, flags=re.DOTALL)
     path.write_text(text)
 
 

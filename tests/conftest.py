@@ -1,10 +1,28 @@
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 # One thread per worker: two busy OpenMP pools on two cores slow each other down many times over.
 torch.set_num_threads(1)
+
+# Triton chooses its CPU interpreter when kernels are imported, so cases that use it run in a process of their own.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, started by a test of this file")
+
+
+def rerun_in_interpreter(file: str) -> None:
+    """Run a test file again with the interpreter on."""
+    if INTERPRETED:
+        pytest.skip("this is the run in the interpreter")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "passed" in result.stdout
 
 
 def pytest_collection_modifyitems(items):

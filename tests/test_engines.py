@@ -70,6 +70,14 @@ CUDA_CASES = list(dict.fromkeys(c._replace(dtype=torch.bfloat16) if c.dtype == t
     for name, spec in SPECS.items()
     for head_dim in (16, 128, 256)
 ]
+# Several tiles and segments, where the sums of the beta term travel.
+CUDA_CASES += [
+    Case(name, SPECS[name], shape, MASKS[mask], dtype)
+    for name in ("affine", "sink+affine+gate", "scale_invariant+sink+affine+headwise")
+    for mask in ("causal", "window7", "documents", "documents_interleaved", "left_padding")
+    for shape in (Shape(2, 4, 2, 700, 700, 64), Shape(1, 6, 1, 300, 900, 128))
+    for dtype in (torch.bfloat16, torch.float16)
+]
 
 
 @pytest.mark.gpu
@@ -78,6 +86,22 @@ def test_every_engine_on_cuda(case: Case):
     for engine in ("sdpa", "triton", "blocked"):
         if _runs(engine, case, "cuda"):
             _assert_within(case, engine, "cuda")
+
+
+FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "mask", ["causal", "window7", "lengths", "left_padding", "documents_interleaved", "everything"]
+)
+@pytest.mark.parametrize("name", SPECS)
+def test_decode_on_cuda(name, mask, dtype):
+    for shape in FEW_QUERIES:
+        inputs, visible = _arguments(Case(name, SPECS[name], shape, MASKS[mask], dtype), "cuda")
+        wrong = [d for d in deviations("decode", inputs, visible, gradients=False) if not d.within]
+        assert not wrong, f"{shape}: {wrong}"
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ LAYERS = [
     {"core.spec", "core.rope", "core.kernels", "measure"},
     {"core.masks", "core.variants"},
     {"core.call"},
-    {"core.reference", "core.ops"},
+    {"core.reference", "core.ops", "core.visible_sums"},
     {"core.epilogue", "core.fused", "core.quarantine"},
     {"core.engines"},
     {"core.dispatch"},

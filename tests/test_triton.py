@@ -1,12 +1,4 @@
-"""The Triton kernels (epilogue, distance logits, statistics) in the CPU interpreter, against the float64 reference.
-
-The interpreter is chosen when the kernels are imported, so the cases run in a process of their own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The Triton kernels (epilogue, distance logits, statistics) in the CPU interpreter, against the float64 reference."""
 
 import pytest
 import torch
@@ -17,8 +9,8 @@ from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.engines import decode, triton
 from tests.cases import CASES, MASKS, SPECS
+from tests.conftest import interpreted, rerun_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [
     Shape(2, 4, 2, 100, 100, 32),  # two tiles, the second one part filled
     Shape(1, 3, 1, 70, 133, 80),  # chunked prefill, head dim off the power of two, group of 3
@@ -29,18 +21,7 @@ EPILOGUES = {name: spec for name, spec in SPECS.items() if spec.logit is None}
 
 
 def test_the_kernels_in_the_interpreter():
-    """Runs this file again with the interpreter on."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert "passed" in result.stdout
-
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_the_interpreter")
-if INTERPRETED:
-    test_the_kernels_in_the_interpreter = None  # the inner run must not start another
+    rerun_in_interpreter(__file__)
 
 
 @interpreted

@@ -88,8 +88,10 @@ class Deviation(NamedTuple):
     within: bool
 
 
-def value_and_gradients(function, inputs: dict[str, Any], dy: Tensor) -> dict[str, Tensor]:
-    """y and the gradient of every tensor input, by name, for a function of keyword arguments."""
+def value_and_gradients(function, inputs: dict[str, Any], dy: Tensor | None) -> dict[str, Tensor]:
+    """y and the gradient of every tensor input, by name, for a function of keyword arguments; y alone without dy."""
+    if dy is None:
+        return {"y": function(**inputs)}
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor)}
     y = function(**{**inputs, **leaves})
     gradients = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
@@ -97,16 +99,23 @@ def value_and_gradients(function, inputs: dict[str, Any], dy: Tensor) -> dict[st
 
 
 def deviations(
-    impl: str, inputs: dict[str, Any], mask: Mask = Mask(), scale: float | None = None, seed: int = 1, function=None
+    impl: str,
+    inputs: dict[str, Any],
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    seed: int = 1,
+    function=None,
+    gradients: bool = True,
 ) -> list[Deviation]:
     """Compare ``attention(..., impl=impl)`` (or ``function``) with the float64 reference: y and every gradient."""
     q = inputs["q"]
     dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q)
     engine = function or (lambda **x: attention(**x, mask=mask, scale=scale, impl=impl))
     exact_inputs = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    exact = value_and_gradients(_reference(mask, scale), exact_inputs, dy.double())
-    yardstick = value_and_gradients(_reference(mask, scale, matmul=q.dtype), inputs, dy)
-    measured = value_and_gradients(engine, inputs, dy)
+    incoming = dy if gradients else None
+    exact = value_and_gradients(_reference(mask, scale), exact_inputs, dy.double() if gradients else None)
+    yardstick = value_and_gradients(_reference(mask, scale, matmul=q.dtype), inputs, incoming)
+    measured = value_and_gradients(engine, inputs, incoming)
     rounding = _rounding(exact_inputs, dy.double(), q.dtype, mask, scale)
     return [_deviation(name, measured[name], yardstick[name], truth, rounding) for name, truth in exact.items()]
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from affine_attn.core import reference
+from affine_attn.core import fused, reference
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
 from affine_attn.core.masks import Mask
@@ -12,9 +12,9 @@ from affine_attn.core.spec import Logit
 
 # An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
 ENGINES: dict[str, ModuleType] = {
+    "decode": decode,
     "sdpa": sdpa,
     "triton": triton,
-    "decode": decode,
     "flex": flex,
     "blocked": blocked,
     "reference": reference,
@@ -64,7 +64,7 @@ def explain(
     for name, engine in ENGINES.items():
         reason = engine.why_not(call)
         if name == chosen:
-            lines.append(f"{name}: runs this call ({engine.DESCRIPTION})")
+            lines.append(f"{name}: runs this call ({engine.DESCRIPTION}{_epilogue_note(name, call)})")
         elif reason is not None:
             lines.append(f"{name}: cannot, {reason}")
         elif (reason := only_by_name(name, call)) is not None:
@@ -72,6 +72,14 @@ def explain(
         else:
             lines.append(f"{name}: could, but {chosen} {'was asked for' if impl != 'auto' else 'is preferred'}")
     return "\n".join(lines)
+
+
+def _epilogue_note(name: str, call: Call) -> str:
+    """Where the stages after the attention run, for the engines that have them apart."""
+    if name not in ("sdpa", "triton"):
+        return ""
+    reason = fused.why_not(call)
+    return "; fused kernels after it" if reason is None else f"; torch operations after it, since {reason}"
 
 
 def choose(call: Call, impl: str) -> str:
@@ -89,4 +97,4 @@ def only_by_name(name: str, call: Call) -> str | None:
     """Why "auto" leaves an engine alone although it may be able to run the call, or None."""
     if name == "flex" and call.q.device.type == "cpu":
         return "since it builds the dense matrix on the CPU"
-    return decode.ONLY_BY_NAME if name == "decode" else None
+    return None

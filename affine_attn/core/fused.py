@@ -1,14 +1,14 @@
 """Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
 
-Forward: one small kernel sums the values of each tile, one kernel writes y. Backward: where a row factor r (alpha, a
-headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock backward
-rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them; a negative
-r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the rest.
+Forward: one small kernel sums the values before each segment, one kernel writes y. Backward: where a row factor r
+(alpha, a headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock
+backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them;
+a negative r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the
+rest, and a small one hands the sums of later segments to dv.
 """
 
+import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,19 +16,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.core import visible_sums
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.ops import Gradients, Output
 
-_ELEMENTWISE = 2  # as in the kernels
+_RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
+_ELEMENTWISE = 2
 
-# Tokens of a tile and warps of a program, by padded head_dim.
-_TILES = {16: (128, 4), 32: (128, 4), 64: (64, 4), 128: (64, 4), 256: (64, 8)}
 
-# Sums of later tiles read at once, software pipelining over the heads of a group, rows a sign check covers.
-_CHUNK, _STAGES, _ROWS = 32, 3, 1024
-# Columns that one program of the prefix kernel walks down, and how.
-_PREFIX_SLICE, _PREFIX_STAGES, _PREFIX_WARPS = 32, 4, 2
+class _Tile(NamedTuple):
+    """Tokens and columns that one warp has at a time; tokens of a segment, which it walks down."""
+
+    tokens: int
+    columns: int
+    segment: int
+
+
+# By padded head_dim, timed on an H200 (LOG.md).
+_TILES = {
+    16: _Tile(32, 16, 64),
+    32: _Tile(16, 32, 64),
+    64: _Tile(8, 64, 64),
+    128: _Tile(8, 64, 64),
+    256: _Tile(8, 64, 64),
+}
+# Most query heads a program has in flight; rows of a product with an elementwise gate; rows a sign check covers.
+_CHUNK, _GATED_ROWS, _ROWS = 4, 32, 1024
+# Blocks of segments, over which the small kernels walk: tokens at least, number at most, columns of a program.
+_BLOCK, _BLOCKS = 256, 31
+_VALUE_COLUMNS, _TOTAL_COLUMNS = 32, 64
 
 
 def _triton_problem() -> str | None:
@@ -69,55 +86,88 @@ def _kernels() -> Any:
     return epilogue
 
 
-class _Tiling(NamedTuple):
-    tokens: int
-    warps: int
+class _Plan(NamedTuple):
+    """How the tokens are cut into tiles and segments, and how the sums of visible values come about."""
+
+    tile: _Tile
+    sums: int
     d: int  # head_dim rounded up to a power of two
-    query_tiles: int
-    n_older: int  # key tiles before the first query's
-    older: int
+    chunk: int  # query heads a program takes at once
+    tiles: int
+    query_segments: int
+    key_segments: int
+    older: int  # keys before the first query's
+    n_older: int  # segments of them
 
     @property
-    def tiles(self) -> int:
-        return self.n_older + self.query_tiles
+    def slices(self) -> int:
+        return self.d // self.tile.columns
 
     @property
     def first(self) -> int:
-        return self.older - self.n_older * self.tokens
+        """Slot where the first key segment starts."""
+        return self.older - self.n_older * self.tile.segment
+
+    @property
+    def block_segments(self) -> int:
+        """Segments of a block."""
+        return max(_BLOCK // self.tile.segment, -(-self.key_segments // _BLOCKS))
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.key_segments // self.block_segments)
+
+    def constants(self, call: Call) -> dict[str, int]:
+        group = call.q.shape[1] // call.k.shape[1]
+        return {
+            "SUMS": self.sums, "CHUNKS": group // self.chunk, "CHUNK": self.chunk, "HEAD_DIM": call.q.shape[-1],
+            "D": self.d, "SLICE": self.tile.columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
+            "num_warps": 1,
+        }  # fmt: skip
 
 
-def _tiling(call: Call) -> _Tiling:
+def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tokens, warps = _TILES[d]
-    # Without a causal mask every query sees every key; tiles then only cut the sum.
-    older = call.tk - call.tq if call.mask.causal else 0
-    covered = call.tq if call.mask.causal else call.tk
-    return _Tiling(tokens, warps, d, -(-covered // tokens), -(-older // tokens), older)
+    tile = _TILES[d]
+    restricted = bool(call.mask.tensors) or call.mask.window is not None
+    sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
+    group = call.q.shape[1] // call.k.shape[1]
+    chunk = max(n for n in range(1, _CHUNK + 1) if group % n == 0)
+    # Without a causal mask every query sees every key; segments then only cut the sum.
+    older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
+    n_older = max(0, _ceil(older, tile.segment))
+    return _Plan(
+        tile, sums, d, chunk, _ceil(call.tq, tile.tokens), _ceil(call.tq, tile.segment),
+        n_older + _ceil(covered, tile.segment), older, n_older,
+    )  # fmt: skip
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    kernels = _kernels()
-
-    tiling = _tiling(call)
+    plan = _plan(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    prefix = _value_prefix(call, tiling)
+    sums = _value_sums(call, plan) if plan.sums in (_RUNNING, _WHOLE) else None
+    before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
-    batch, heads, queries, head_dim = call.q.shape
-    kernels.epilogue_kernel[(-(-queries // tiling.tokens), batch * call.k.shape[1])](
-        o, z, call.v, prefix, sink, alpha, beta, gate, y, lse,
+    batch, kv_heads = call.k.shape[:2]
+    _kernels().epilogue_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
+        o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        heads, call.k.shape[1], queries, tiling.older, tiling.n_older, tiling.tiles, constant,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, HAS_BETA=beta is not None,
-        GATE=_gate_kind(gate), KEEP_OUT=not in_place, CAUSAL=call.mask.causal,
-        HEAD_DIM=head_dim, D=tiling.d, T=tiling.tokens, STAGES=_STAGES, num_warps=tiling.warps,
+        kv_heads, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
+        constant,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
+        BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call),
     )  # fmt: skip
-    return Output(y, o.new_empty(0) if in_place else o, lse, lse.new_empty(0) if prefix is None else prefix)
+    return Output(y, o.new_empty(0) if in_place else o, lse, before)
 
 
 def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
@@ -125,113 +175,109 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    kernels = _kernels()
-
-    tiling = _tiling(call)
+    plan = _plan(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
     sink = call.sink if isinstance(call.sink, Tensor) else None
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
+    dq, dk, dv = attention_backward(_attention_gradient(call, plan, dy), o, output.saved_lse)
     batch, heads, queries, head_dim = call.q.shape
     kv_heads = call.k.shape[1]
-    query_tiles = -(-queries // tiling.tokens)
-    sizes = {"HEAD_DIM": head_dim, "D": tiling.d, "T": tiling.tokens, "num_warps": tiling.warps}
     elementwise = _gate_kind(gate) == _ELEMENTWISE
-    if elementwise:
-        do = torch.empty_like(dy)
-        kernels.gated_gradient_kernel[(query_tiles, batch * heads)](
-            dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, **sizes,
+    # Gradients of numbers per row: every slice of columns writes its part.
+    wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
+    parts = torch.empty(plan.slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
+    dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
+    dgate = torch.empty_like(gate) if gate is not None and elementwise else dgate
+    # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
+    shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
+    weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    _kernels().epilogue_backward_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
+        dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
+        dsink, dalpha, dbeta, dgate, dv, weighted,
+        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
+        *_strides(dv), *_sink_strides(sink), parts.stride(0),
+        kv_heads, queries, plan.tiles, plan.older, plan.query_segments,
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **plan.constants(call),
+    )  # fmt: skip
+    if plan.sums == _TABLE:
+        visible_sums.add_seen_by(call, weighted, dv)
+    elif plan.sums == _RUNNING and plan.query_segments > 1:
+        columns = min(_TOTAL_COLUMNS, plan.d)
+        blocks = _ceil(plan.query_segments - 1, plan.block_segments)
+        _kernels().add_later_totals_kernel[(blocks * (plan.d // columns), batch * kv_heads)](
+            dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_segments, plan.block_segments,
+            HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
         )  # fmt: skip
-        dq, dk, dv = attention_backward(do, o, output.saved_lse)
-    else:
-        with _negated_rows(dy, alpha, gate, tiling):
-            dq, dk, dv = attention_backward(dy, o, output.saved_lse)
-    row = torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device)
-    dsink, dalpha, dbeta = (None if x is None else torch.empty_like(row) for x in (sink, alpha, beta))
-    dgate = None if gate is None else torch.empty_like(gate)
-    if dgate is not None and not elementwise:
-        dgate = dgate.contiguous()  # one number per row, written like the other rows
-    prefix = totals = None
-    if beta is not None:
-        prefix = output.saved_sums
-        totals = torch.empty(batch * kv_heads, query_tiles, tiling.d, dtype=torch.float32, device=dy.device)
-    pointers = (dy, o, output.saved_lse, call.v, prefix, sink, alpha, beta, gate, dsink, dalpha, dbeta, dgate, totals)
-    strides = (*_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate))
-    counts = (heads, kv_heads, queries, tiling.older, tiling.n_older, tiling.tiles, query_tiles)
-    constants = {
-        "SINK": _sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None,
-        "CAUSAL": call.mask.causal, "STAGES": _STAGES,
-    } | sizes  # fmt: skip
-    grid = (query_tiles, batch * kv_heads)
-    if elementwise:
-        kernels.gated_row_gradients_kernel[grid](
-            *pointers, *strides, *_strides(dgate), *_sink_strides(sink), *counts, **constants
-        )
-    else:
-        kernels.row_gradients_kernel[grid](
-            *pointers, *strides, *_sink_strides(sink), *counts, HAS_GATE=gate is not None, **constants
-        )
-    if totals is not None and call.mask.causal:
-        kernels.value_gradient_kernel[grid](
-            dy, beta, gate, totals, dv, *_strides(dy), *_strides(gate), *_strides(dv),
-            heads, kv_heads, queries, tiling.older, query_tiles,
-            GATE=_gate_kind(gate), CHUNK=_CHUNK, STAGES=_STAGES, **sizes,
-        )  # fmt: skip
-    if totals is not None and (not call.mask.causal or tiling.older):
+    if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
         # Keys that every query sees get the whole sum.
-        seen_by_all = slice(0, tiling.older if call.mask.causal else call.tk)
-        whole = totals.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
+        seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
+        whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
+    if plan.slices > 1 and any(wanted):
+        # Pairwise: a sum over so short a dimension takes three times as long.
+        dsink, dalpha, dbeta, row_gate = _unpacked(functools.reduce(torch.add, parts), wanted)
+        dgate = dgate if elementwise else row_gate
     if dsink is not None:
         dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
     return (
         dq, dk, dv, dsink,
         None if dalpha is None else dalpha.to(call.alpha.dtype),
         None if dbeta is None else dbeta.to(call.beta.dtype),
-        dgate,
+        dgate if elementwise or dgate is None else dgate[..., None].to(gate.dtype),
     )  # fmt: skip
 
 
-@contextmanager
-def _negated_rows(dy: Tensor, alpha: Tensor | None, gate: Tensor | None, tiling: _Tiling) -> Iterator[None]:
-    """Inside, rows of dy whose factor alpha * gate is negative are negated, in place and in stream order."""
-    batch, heads, queries, head_dim = dy.shape
+def _unpacked(stacked: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    """One entry per flag, None where it is unset."""
+    rows = iter(stacked)
+    return [next(rows) if is_wanted else None for is_wanted in wanted]
 
-    def negate() -> None:
-        _kernels().negate_rows_kernel[(-(-queries // _ROWS), batch * heads)](
+
+def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
+    """What the attention's backward takes for dy: a product with an elementwise gate, or dy with rows negated in place.
+
+    The kernel that follows the attention's backward restores those rows.
+    """
+    alpha, gate = _rows(call.alpha), call.gate
+    batch, heads, queries, head_dim = dy.shape
+    if _gate_kind(gate) == _ELEMENTWISE:
+        do = torch.empty_like(dy)
+        _kernels().gated_gradient_kernel[(_ceil(queries, _GATED_ROWS), batch * heads)](
+            dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
+            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=_GATED_ROWS, num_warps=4,
+        )  # fmt: skip
+        return do
+    if alpha is not None or gate is not None:
+        _kernels().negate_rows_kernel[(_ceil(queries, _ROWS), batch * heads)](
             dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
             HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-            HEAD_DIM=head_dim, D=tiling.d, ROWS=_ROWS, T=16, num_warps=4,
+            HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
         )  # fmt: skip
-
-    has_factor = alpha is not None or gate is not None
-    if has_factor:
-        negate()
-    yield
-    if has_factor:
-        negate()
+    return dy
 
 
 def fake_sums(call: Call) -> Tensor:
-    """An empty tensor of what :func:`finish` saves as sums."""
-    tiling = _tiling(call)
-    shape = (0,) if call.beta is None else (call.v.shape[0] * call.v.shape[1], tiling.tiles + 1, tiling.d)
+    """An empty tensor of what :func:`finish` saves: the sum of the values before each tile, or u itself."""
+    plan = _plan(call)
+    batch, kv_heads, _, head_dim = call.v.shape
+    shape = {
+        _RUNNING: (batch * kv_heads, plan.tiles, plan.d),
+        _WHOLE: (batch * kv_heads, plan.d),
+        _TABLE: (batch, kv_heads, call.tq, head_dim),
+    }.get(plan.sums, (0,))
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _value_prefix(call: Call, tiling: _Tiling) -> Tensor | None:
-    if call.beta is None:
-        return None
-    kernels = _kernels()
-
+def _value_sums(call: Call, plan: _Plan) -> Tensor:
     batch, kv_heads, keys, head_dim = call.v.shape
-    prefix = fake_sums(call)
-    columns = min(_PREFIX_SLICE, tiling.d)
-    kernels.value_prefix_kernel[(batch * kv_heads, tiling.d // columns)](
-        call.v, prefix, *_strides(call.v), kv_heads, keys, tiling.first, tiling.tiles,
-        HEAD_DIM=head_dim, D=tiling.d, SLICE=columns, T=tiling.tokens, STAGES=_PREFIX_STAGES, num_warps=_PREFIX_WARPS,
+    shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
+    sums = torch.empty(shape, dtype=torch.float32, device=call.v.device)
+    columns = min(_VALUE_COLUMNS, plan.d)
+    _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
+        call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
+        plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
     )  # fmt: skip
-    return prefix
+    return sums
 
 
 def _sink_kind(sink: Tensor | float | None) -> int:

@@ -93,6 +93,12 @@ class Mask:
         start = 0 if self.window is None else max(0, first - self.window + 1)
         return slice(min(start, tk), max(min(last + 1, tk), min(start, tk)))
 
+    def band(self, tq: int, tk: int) -> tuple[int, int]:
+        """How many slots (back, ahead) of its own a query could see, known without reading a tensor."""
+        everything = tq + tk
+        back = everything if self.window is None else min(self.window - 1, everything)
+        return back, 0 if self.causal else everything
+
     def count(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """n_i, the number of visible keys, int64 [B or 1, 1, Tq]; no Tq x Tk tensor is made."""
         low, high = self._bounds(tq, tk, device)
@@ -150,3 +156,21 @@ def _dense(ids: Tensor) -> Tensor:
     ordered, index = ids.to(torch.int64).sort(dim=1)
     rank = (ordered.diff(dim=1) != 0).long().cumsum(1)
     return torch.zeros_like(index).scatter_(1, index[:, 1:], rank).scatter_(1, index[:, :1], 0)
+
+
+def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last slot of the run of equal ids around each slot, int32 [B, Tk] each."""
+    batch, length = ids.shape
+    place = torch.arange(length, dtype=torch.int32, device=ids.device).expand(batch, length)
+    changes = ids[:, 1:] != ids[:, :-1]
+    edge = changes.new_ones(batch, 1)
+    first = torch.where(torch.cat([edge, changes], 1), place, 0).cummax(1).values
+    last = torch.where(torch.cat([changes, edge], 1), place, length).flip(1).cummin(1).values.flip(1)
+    return first, last
+
+
+def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last slot with the same id, int32 [B, Tk] each: they bound loops. Ids may come in any order."""
+    ids, order = documents.sort(dim=1, stable=True)
+    first, last = (torch.empty_like(order).scatter_(1, order, order.gather(1, x.long())) for x in run_bounds(ids))
+    return first.int(), last.int()

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from affine_attn.core import epilogue, fused
+from affine_attn.core import epilogue, fused, visible_sums
 from affine_attn.core.call import Call
 from affine_attn.core.ops import Gradients, Output, register
 from affine_attn.core.quarantine import quarantined, quarantined_backward
@@ -50,11 +50,13 @@ def compose(name: str, attend: Attention, attend_backward: EngineBackward, look_
 
 
 def why_not_beta(call: Call) -> str | None:
-    """The epilogue sums visible values as prefixes; a mask that is no prefix needs an engine that sums by itself."""
+    """Why the epilogue cannot sum the visible values, or None: in torch it sums prefixes only."""
+    if call.beta is None:
+        return None
+    if fused.why_not(call) is None:
+        return visible_sums.why_not(call)
     restricted = [*call.mask.tensors, *(["window"] if call.mask.window is not None else [])]
-    if call.beta is not None and restricted:
-        return f"the epilogue cannot sum the values that mask.{restricted[0]} leaves visible"
-    return None
+    return f"the epilogue cannot sum the values that mask.{restricted[0]} leaves visible" if restricted else None
 
 
 def _stages(call: Call) -> ModuleType:

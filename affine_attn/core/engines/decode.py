@@ -1,7 +1,7 @@
 """Engine ``decode``: few queries over a long cache, in one pass over its keys and values. Inference only.
 
 Keys are split over programs, the query heads of a kv head share one tile, and the sum of the values is gathered while
-they stream by (kernels/decode.py). Only by name so far: its numbers on a GPU are not in yet.
+they stream by (kernels/decode.py).
 """
 
 import functools
@@ -18,8 +18,6 @@ from affine_attn.core.ops import Output, register_inference
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
 DESCRIPTION = "one pass over the cache, split over keys; inference only"
-# Asked for by name until it has been measured where it matters.
-ONLY_BY_NAME = "not chosen by itself before it has been measured on a GPU"
 
 MAX_QUERIES = 16
 _LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q

@@ -72,6 +72,10 @@ def _backward_query_tiles(
     tiles = tl.maximum(stop - start + BLOCK_M - 1, 0) // BLOCK_M
     p_q += start.to(tl.int64) * stride_qn
     p_grad += start.to(tl.int64) * stride_gn
+    q_step = tl.cast(BLOCK_M * stride_qn, tl.int64)
+    grad_step = tl.cast(BLOCK_M * stride_gn, tl.int64)
+    q_jump = stride_qh - (tiles - 1).to(tl.int64) * BLOCK_M * stride_qn
+    grad_jump = stride_gh - (tiles - 1).to(tl.int64) * BLOCK_M * stride_gn
     m0 = start
     head = first_head
     for _ in range(0, tiles * G):
@@ -115,18 +119,14 @@ def _backward_query_tiles(
             b_delta = tl.load(p_delta + o_row)
         b_ds = b_ds * (b_dp - b_delta[None, :])
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
-        # next tile, or the first tile of the next head
-        m0 += BLOCK_M
-        p_q += BLOCK_M * stride_qn
-        p_grad += BLOCK_M * stride_gn
-        if m0 >= stop:
-            back = (m0 - start).to(tl.int64)
-            p_q += stride_qh - back * stride_qn
-            p_grad += stride_gh - back * stride_gn
-            p_lse2 += Tq
-            p_delta += Tq
-            m0 = start
-            head += 1
+        # Next tile, or the first tile of the next head. By selection: with a branch here Triton does not prefetch.
+        is_last = m0 + BLOCK_M >= stop
+        p_q += tl.where(is_last, q_jump, q_step)
+        p_grad += tl.where(is_last, grad_jump, grad_step)
+        p_lse2 += tl.where(is_last, Tq, 0)
+        p_delta += tl.where(is_last, Tq, 0)
+        head += tl.where(is_last, 1, 0)
+        m0 = tl.where(is_last, start, m0 + BLOCK_M)
     return b_dk, b_dv
 
 

@@ -132,6 +132,44 @@ def distance_forward_kernel(
 
 
 @triton.jit
+def _statistics_tiles(
+    b_exp_sum, b_exp_score, b_score_sum, b_max, b_q, p_k, start, stop, o_slot, b_doc_slot, p_document, p_padding,
+    qk_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running statistics over the key tiles [start, stop); p_k moves from `start` to `stop`."""
+    o_n = tl.arange(0, BLOCK_N)
+    for n0 in range(start, stop, BLOCK_N):
+        b_k = _load_rows(p_k, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
+        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
+        b_score2, _ = _row_tile_scores(
+            b_qk, o_slot, n0, o_n, qk_factor, b_doc_slot, p_document, p_padding, None, qk_factor, slope2, inv_tau,
+            Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, 0, MASKED, False, CAUSAL, BLOCK_N,
+        )  # fmt: skip
+        b_max_new = tl.maximum(b_max, tl.max(b_score2, 1))
+        if MASKED:
+            m_visible = b_score2 > float("-inf")
+            b_score_sum += tl.sum(tl.where(m_visible, b_score2 + shift2, 0.0), 1)
+            b_shift = tl.where(b_max_new > float("-inf"), b_max_new, 0.0)
+            b_below = tl.where(m_visible, b_score2 - b_shift[:, None], 0.0)  # score2 - max
+            b_p = tl.where(m_visible, tl.exp2(b_below), 0.0)
+        else:
+            b_score_sum += tl.sum(b_score2, 1) + shift2 * BLOCK_N
+            b_shift = b_max_new
+            b_below = b_score2 - b_shift[:, None]
+            b_p = tl.exp2(b_below)
+        b_drop = tl.where(b_max > float("-inf"), b_max - b_shift, 0.0)  # by how much the maximum rose, negative
+        b_rescale = tl.exp2(b_drop)
+        b_exp_score = (b_exp_score + b_exp_sum * b_drop) * b_rescale + tl.sum(b_p * b_below, 1)
+        b_exp_sum = b_exp_sum * b_rescale + tl.sum(b_p, 1)
+        b_max = b_max_new
+        p_k += BLOCK_N * stride_kn
+    return b_exp_sum, b_exp_score, b_score_sum, b_max, p_k
+
+
+@triton.jit
 def qk_statistics_kernel(
     p_q, p_k, p_first_key, p_lse, p_mean, p_max, p_sum, p_first_score,
     p_document, p_doc_first, p_doc_last, p_padding,
@@ -153,7 +191,6 @@ def qk_statistics_kernel(
     first_slot = m0 + Tk - Tq
     o_m = m0 + tl.arange(0, BLOCK_M)
     o_slot = first_slot + tl.arange(0, BLOCK_M)
-    o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     m_row = o_m < Tq
     b_doc_slot = o_slot
@@ -183,27 +220,24 @@ def qk_statistics_kernel(
     b_exp_score = tl.zeros([BLOCK_M], tl.float32)  # sum of exp2(score2 - max) * (score2 - max): no cancellation
     b_score_sum = tl.zeros([BLOCK_M], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Whole tiles that every row sees come first, unmasked; a window, documents or padding may cut any tile.
+    full = start
+    if not (HAS_WINDOW or HAS_DOCUMENTS or HAS_PADDING):
+        full = Tk
+        if CAUSAL:
+            full = tl.minimum(Tk, tl.maximum(first_slot + 1, 0))
+        full = full // BLOCK_N * BLOCK_N + start
     p_k_tile = p_k + start.to(tl.int64) * stride_kn
-    for n0 in range(start, stop, BLOCK_N):
-        b_k = _load_rows(p_k_tile, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, True)
-        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
-        b_score2, _ = _row_tile_scores(
-            b_qk, o_slot, n0, o_n, qk_factor, b_doc_slot, p_document, p_padding, None, qk_factor, slope2, inv_tau,
-            Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, 0, True, False, CAUSAL, BLOCK_N,
+    for masked in tl.static_range(2):
+        if masked == 1:
+            lower, upper = full, stop
+        else:
+            lower, upper = start, full
+        b_exp_sum, b_exp_score, b_score_sum, b_max, p_k_tile = _statistics_tiles(
+            b_exp_sum, b_exp_score, b_score_sum, b_max, b_q, p_k_tile, lower, upper, o_slot, b_doc_slot, p_document,
+            p_padding, qk_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
+            D, BLOCK_D, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, CAUSAL, masked == 1,
         )  # fmt: skip
-        m_visible = b_score2 > float("-inf")
-        b_score_sum += tl.sum(tl.where(m_visible, b_score2 + shift2, 0.0), 1)
-        b_max_new = tl.maximum(b_max, tl.max(b_score2, 1))
-        m_seen = b_max_new > float("-inf")
-        b_shift = tl.where(m_seen, b_max_new, 0.0)
-        b_below = tl.where(m_visible, b_score2 - b_shift[:, None], 0.0)  # score2 - max
-        b_p = tl.where(m_visible, tl.exp2(b_below), 0.0)
-        b_drop = tl.where(b_max > float("-inf"), b_max - b_shift, 0.0)  # by how much the maximum rose, negative
-        b_rescale = tl.exp2(b_drop)
-        b_exp_score = (b_exp_score + b_exp_sum * b_drop) * b_rescale + tl.sum(b_p * b_below, 1)
-        b_exp_sum = b_exp_sum * b_rescale + tl.sum(b_p, 1)
-        b_max = b_max_new
-        p_k_tile += BLOCK_N * stride_kn
 
     # The first visible key differs by row (documents, window): one gathered row of k each.
     o_first = tl.load(p_first_key + o_b * Tq + o_m, mask=m_row, other=-1)

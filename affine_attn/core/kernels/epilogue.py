@@ -1,11 +1,16 @@
 """Triton kernels of the fused epilogue: stages 2 to 4 around any attention that returns (o, z).
 
 Legend. p_ pointer, b_ block of values, o_ offsets, m_ mask. T tokens of a tile, D head dim padded to a power of two.
-The sums u of visible values of a tile are its own running sums plus the sum of all earlier tiles, which a small kernel
-prepares. The backward has the mirror image, sums over later tiles, of what its first kernel adds up per tile.
 
-Tiles are anchored at the queries: tile c of the keys covers slots from first + c*T, first = older - n_older*T <= 0, so
-query tile r and key tile n_older + r cover the same slots.
+A program is one warp. It walks down a segment of tokens, tile by tile, with a slice of the columns and all query
+heads of a kv head, and asks for everything a tile needs before it computes anything: these kernels move memory, what
+costs is waiting for it, and many small programs wait at the same time.
+
+Sums over tokens. Segments are anchored at the queries: segment c of the keys covers slots from first + c * LENGTH,
+first = older - n_older * LENGTH <= 0, so query segment r and key segment n_older + r cover the same slots. A small
+kernel prepares the sum of the values before each segment, as a sum within its block of segments and a total per
+block. The backward is the mirror image: a segment adds its own part to dv and leaves its total, a small kernel then
+adds to every segment the totals of those after it.
 """
 
 import triton
@@ -17,116 +22,160 @@ LEARNED_SINK: tl.constexpr = tl.constexpr(2)
 NO_GATE: tl.constexpr = tl.constexpr(0)
 HEADWISE: tl.constexpr = tl.constexpr(1)
 ELEMENTWISE: tl.constexpr = tl.constexpr(2)
+# Where the sums u of visible values come from: nowhere, a running sum under a causal mask, one sum for all queries, or
+# a table with a row per query.
+NO_SUMS: tl.constexpr = tl.constexpr(0)
+RUNNING: tl.constexpr = tl.constexpr(1)
+WHOLE: tl.constexpr = tl.constexpr(2)
+TABLE: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def value_prefix_kernel(
-    p_v, p_prefix, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, tiles,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+def value_sums_kernel(
+    p_v, p_sums, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, segments, blocks, block_segments,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """prefix[b * kv_heads + h, c, :] = sum of the values before key tile c, fp32; entry ``tiles`` is the whole sum.
-
-    One program walks down a slice of the columns of one kv head, so the sum never leaves its registers.
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    o_d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    """sums[bh, c] = sum of the values before key segment c in its block, sums[bh, segments + n] = total of block n."""
+    SLICES: tl.constexpr = D // SLICE
+    part, block = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
+    o_d = part * SLICE + tl.arange(0, SLICE)
     p_v += (bh // kv_heads) * stride_vb + (bh % kv_heads) * stride_vh
-    p_prefix += bh * (tiles + 1) * D + o_d
+    p_sums += bh * (segments + blocks) * D + o_d
     b_sum = tl.zeros([SLICE], tl.float32)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        o_t = first + tile * T + tl.arange(0, T)
+    for segment in range(block * block_segments, tl.minimum((block + 1) * block_segments, segments)):
+        o_t = first + segment * LENGTH + tl.arange(0, LENGTH)
         m_v = ((o_t >= 0) & (o_t < keys))[:, None] & (o_d < HEAD_DIM)[None, :]
-        # [T, SLICE]
         b_v = tl.load(p_v + o_t[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
-        tl.store(p_prefix + tile * D, b_sum)
+        tl.store(p_sums + segment * D, b_sum)
         b_sum += tl.sum(b_v.to(tl.float32), 0)
-    tl.store(p_prefix + tiles * D, b_sum)
-
-
-@triton.jit
-def _visible_values(
-    p_v, p_prefix, o_slot, m_v, stride_vt, tile, n_older, tiles,
-    CAUSAL: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """u of a tile of queries, fp32 [T, D]."""
-    o_d = tl.arange(0, D)
-    if CAUSAL:
-        b_before = tl.load(p_prefix + (n_older + tile) * D + o_d)
-        b_v = tl.load(p_v + o_slot[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
-        return tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
-    else:
-        return tl.zeros([T, D], tl.float32) + tl.load(p_prefix + tiles * D + o_d)[None, :]
+    tl.store(p_sums + (segments + block) * D, b_sum)
 
 
 @triton.jit
 def epilogue_kernel(
-    p_o, p_z, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
+    p_o, p_z, p_v, p_sums, p_before, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
     stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_yb, stride_yh, stride_yt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, constant_sink,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, GATE: tl.constexpr,
-    KEEP_OUT: tl.constexpr, CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    kv_heads, queries, tiles, older, n_older, segments, blocks, block_segments, constant_sink,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr, KEEP_OUT: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
+    T: tl.constexpr, LENGTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """y = gate * (alpha * sigmoid(z - sink) * o + beta * u) for one tile of the query heads of one kv head.
+    """y = gate * (alpha * sigmoid(z - sink) * o + beta * u) for a segment, a slice of columns, the heads of a kv head.
 
-    With KEEP_OUT a sink also rewrites o to o' in place (the backward needs it). lse becomes what the stock backward
-    must see: z' = logaddexp(z, sink), less log |row factor| where the factor (alpha, headwise gate) is folded into it.
+    The heads come in CHUNKS chunks of CHUNK. With KEEP_OUT a sink also rewrites o to o' in place (the backward needs
+    it). lse becomes what the stock backward must see: z' = logaddexp(z, sink), less log |row factor| where the factor
+    (alpha, headwise gate) is folded into it.
     """
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    SLICES: tl.constexpr = D // SLICE
+    part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
     b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
-        p_v += b * stride_vb + kv_head * stride_vh
-        p_prefix += bh * (tiles + 1) * D
-        b_u = _visible_values(p_v, p_prefix, older + o_t, m_td, stride_vt, tile, n_older, tiles, CAUSAL, D, T)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        o_row = (b * heads + h) * queries + o_t
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        b_y = tl.load(p_out, mask=m_td, other=0.0).to(tl.float32)
-        b_lse = tl.load(p_z + o_row, mask=m_t, other=0.0)
-        if SINK != NO_SINK:
-            if SINK == LEARNED_SINK:
-                p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
-                b_sink = tl.load(p_s, mask=m_t, other=0.0).to(tl.float32)
-            else:
-                b_sink = tl.zeros([T], tl.float32) + constant_sink
-            # A row without keys is 0 already; with a sink of -inf the difference would be NaN.
-            b_kept = tl.where(b_lse == float("-inf"), 0.0, tl.sigmoid(b_lse - b_sink))
-            b_y *= b_kept[:, None]
-            # The larger one outside the logarithm: finite for any finite sink, and right for infinite ones too.
-            b_top = tl.maximum(b_lse, b_sink)
-            b_gap = tl.where(b_lse == b_sink, 0.0, -tl.abs(b_lse - b_sink))
-            b_lse = b_top + tl.log(1.0 + tl.exp(b_gap))
-            if KEEP_OUT:
-                tl.store(p_out, b_y.to(p_o.dtype.element_ty), mask=m_td)
-        if HAS_ALPHA:
-            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_y *= b_alpha[:, None]
-        if HAS_BETA:
-            b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_y += b_beta[:, None] * b_u
-        if GATE == ELEMENTWISE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-            b_y *= tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
-        else:
-            # A row without keys keeps its -inf; a factor of 0 makes the others +inf: no weight in the backward.
-            m_seen = b_lse != float("-inf")
-            if HAS_ALPHA:
-                b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_alpha)), b_lse)
-            if GATE == HEADWISE:
-                p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
-                b_gate = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
-                b_y *= b_gate[:, None]
-                b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_gate)), b_lse)
-        tl.store(p_lse + o_row, b_lse, mask=m_t)
-        p_out_y = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt + o_d[None, :]
-        tl.store(p_out_y, b_y.to(p_y.dtype.element_ty), mask=m_td)
+    heads = kv_heads * CHUNKS * CHUNK
+    o_d = part * SLICE + tl.arange(0, SLICE)
+    if SUMS == RUNNING or SUMS == WHOLE:
+        b_before = _sum_before(p_sums, bh, n_older + segment, segments, blocks, block_segments, o_d, SUMS, D, BLOCKS)
+    if SUMS == WHOLE:
+        b_u = b_before[None, :]
+        tl.store(p_before + bh * D + o_d, b_before, mask=(o_d < D) & (segment == 0))
+    for tile in range(segment * (LENGTH // T), tl.minimum((segment + 1) * (LENGTH // T), tiles)):
+        o_t = tile * T + tl.arange(0, T)
+        m_t = o_t < queries
+        m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
+        o_td = o_t[:, None].to(tl.int64)
+        if SUMS == RUNNING:
+            p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
+            b_v = tl.load(p_slot, mask=m_td & (older + o_td >= 0), other=0.0)
+            tl.store(p_before + (bh * tiles + tile) * D + o_d, b_before)
+        if SUMS == TABLE:
+            b_u = tl.load(p_before + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
+        for chunk in range(CHUNKS):
+            b_outs, b_zs, b_sinks, b_alphas, b_betas, b_gates = (), (), (), (), (), ()
+            for i in tl.static_range(CHUNK):
+                h = (kv_head * CHUNKS + chunk) * CHUNK + i
+                o_row = (b * heads + h) * queries + o_t
+                p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
+                b_outs = b_outs + (tl.load(p_out, mask=m_td, other=0.0),)
+                b_zs = b_zs + (tl.load(p_z + o_row, mask=m_t, other=0.0),)
+                if SINK == LEARNED_SINK:
+                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
+                    b_sinks = b_sinks + (tl.load(p_s, mask=m_t, other=0.0).to(tl.float32),)
+                if HAS_ALPHA:
+                    b_alphas = b_alphas + (tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32),)
+                if SUMS != NO_SUMS:
+                    b_betas = b_betas + (tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32),)
+                if GATE == HEADWISE:
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
+                    b_gates = b_gates + (tl.load(p_g, mask=m_t, other=0.0),)
+                if GATE == ELEMENTWISE:
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
+                    b_gates = b_gates + (tl.load(p_g, mask=m_td, other=0.0),)
+            if SUMS == RUNNING:
+                b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
+            for i in tl.static_range(CHUNK):
+                h = (kv_head * CHUNKS + chunk) * CHUNK + i
+                b_y, b_lse = b_outs[i].to(tl.float32), b_zs[i]
+                if SINK != NO_SINK:
+                    if SINK == LEARNED_SINK:
+                        b_sink = b_sinks[i]
+                    else:
+                        b_sink = tl.zeros([T], tl.float32) + constant_sink
+                    # A row without keys is 0 already; with a sink of -inf the difference would be NaN.
+                    b_kept = tl.where(b_lse == float("-inf"), 0.0, tl.sigmoid(b_lse - b_sink))
+                    b_y *= b_kept[:, None]
+                    # The larger one outside the logarithm: finite for any finite sink, and right for infinite ones too.
+                    b_top = tl.maximum(b_lse, b_sink)
+                    b_gap = tl.where(b_lse == b_sink, 0.0, -tl.abs(b_lse - b_sink))
+                    b_lse = b_top + tl.log(1.0 + tl.exp(b_gap))
+                    if KEEP_OUT:
+                        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
+                        tl.store(p_out, b_y.to(p_o.dtype.element_ty), mask=m_td)
+                if HAS_ALPHA:
+                    b_y *= b_alphas[i][:, None]
+                if SUMS != NO_SUMS:
+                    b_y += b_betas[i][:, None] * b_u
+                if GATE == ELEMENTWISE:
+                    b_y *= b_gates[i].to(tl.float32)
+                else:
+                    # A row without keys keeps its -inf; a factor of 0 makes the others +inf: no weight in the backward.
+                    m_seen = b_lse != float("-inf")
+                    if HAS_ALPHA:
+                        b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_alphas[i])), b_lse)
+                    if GATE == HEADWISE:
+                        b_gate = b_gates[i].to(tl.float32)
+                        b_y *= b_gate[:, None]
+                        b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_gate)), b_lse)
+                tl.store(p_lse + (b * heads + h) * queries + o_t, b_lse, mask=m_t & (part == 0))
+                p_out_y = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt + o_d[None, :]
+                tl.store(p_out_y, b_y.to(p_y.dtype.element_ty), mask=m_td)
+        if SUMS == RUNNING:
+            b_before += tl.sum(b_v.to(tl.float32), 0)
+
+
+@triton.jit
+def _sum_before(
+    p_sums,
+    bh,
+    segment,
+    segments,
+    blocks,
+    block_segments,
+    o_d,
+    SUMS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Sum of the values before a key segment, or of all of them: its own row, and totals of blocks. BLOCKS > blocks."""
+    o_n = tl.arange(0, BLOCKS)
+    if SUMS == RUNNING:
+        o_row = tl.where(o_n == BLOCKS - 1, segment, segments + o_n)
+        m_row = (o_n < segment // block_segments) | (o_n == BLOCKS - 1)
+    else:
+        o_row = segments + o_n
+        m_row = o_n < blocks
+    p_row = p_sums + (bh * (segments + blocks) + o_row)[:, None] * D + o_d[None, :]
+    return tl.sum(tl.load(p_row, mask=m_row[:, None], other=0.0), 0)
 
 
 @triton.jit
@@ -158,7 +207,7 @@ def negate_rows_kernel(
     HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Negate in place the rows of dy whose factor alpha * gate is negative; a second run restores them exactly.
+    """Negate in place the rows of dy whose factor alpha * gate is negative; the epilogue's backward restores them.
 
     The size of the factor is in the log-sum-exp. Factors of one sign, the usual case, cost a look at the factors.
     """
@@ -202,192 +251,150 @@ def _negative(
 
 
 @triton.jit
-def _high_and_low(b_x, DTYPE: tl.constexpr):
-    """An fp32 vector [N] as the first two of 16 columns [N, 16]: its DTYPE value and what that leaves over."""
-    b_high = b_x.to(DTYPE)
-    b_low = (b_x - b_high.to(tl.float32)).to(DTYPE)
-    o_c = tl.arange(0, 16)[None, :]
-    return tl.where(o_c == 0, b_high[:, None], tl.where(o_c == 1, b_low[:, None], 0.0)).to(DTYPE)
-
-
-@triton.jit
-def row_gradients_kernel(
-    p_dy, p_o, p_lse, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_dsink, p_dalpha, p_dbeta, p_dgate, p_totals,
+def epilogue_backward_kernel(
+    p_dy, p_o, p_lse, p_v, p_before, p_sink, p_alpha, p_beta, p_gate,
+    p_dsink, p_dalpha, p_dbeta, p_dgate, p_dv, p_weighted,
     stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
-    stride_gb, stride_gh, stride_gt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, query_tiles,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr, HAS_GATE: tl.constexpr,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_nb, stride_nh, stride_nt,
+    stride_sb, stride_sh, stride_st, stride_part,
+    kv_heads, queries, tiles, older, segments,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
+    T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of sink, alpha, beta and a headwise gate, and per tile the sum of beta * gate * dy over rows and heads.
+    """Gradients of sink, alpha, beta and gate, and a segment's own part of dv: sums of beta * gate * dy from its end.
 
-    All follow from <dy, o'> and <dy, u> of each row. These are products of tiles that lie in shared memory, so the
-    tensor cores do them and no tile passes through registers: the diagonal of dy o'^T, and the lower triangle of
-    dy v^T plus dy times the sum of earlier values.
+    Gradients of numbers per row are sums over columns: each slice writes its part. The total of the segment goes to
+    p_weighted; with a table every row does, and dv stays as it is.
     """
-    # fp16 operands keep their precision at this size of beta, and prefix sums their range.
-    SHIFT: tl.constexpr = 64.0
-    DTYPE: tl.constexpr = p_dy.dtype.element_ty
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    SLICES: tl.constexpr = D // SLICE
+    part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
     b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_i, o_d = tl.arange(0, T), tl.arange(0, D)
-    o_t = tile * T + o_i
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
-        p_prefix += bh * (tiles + 1) * D
-        if CAUSAL:
-            p_v += b * stride_vb + kv_head * stride_vh
-            b_v = tl.load(p_v + (older + o_td) * stride_vt + o_d[None, :], mask=m_td, other=0.0)
-            b_before = tl.load(p_prefix + (n_older + tile) * D + o_d)
-        else:
-            b_before = tl.load(p_prefix + tiles * D + o_d)
-        b_before = _high_and_low(b_before / SHIFT, DTYPE)
-        b_total = tl.zeros([16, D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        o_row = (b * heads + h) * queries + o_t
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        b_dy = tl.load(p_in, mask=m_td, other=0.0)
-        b_o = tl.load(p_out, mask=m_td, other=0.0)
-        b_products = tl.dot(b_dy, tl.trans(b_o), input_precision="ieee")
-        b_along = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_products, 0.0), 1)
-        b_alpha = tl.full([T], 1.0, tl.float32)
-        b_gate = tl.full([T], 1.0, tl.float32)
-        if HAS_ALPHA:
-            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=1.0).to(tl.float32)
-        if HAS_GATE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
-            b_gate = tl.load(p_g, mask=m_t, other=1.0).to(tl.float32)
-        if SINK == LEARNED_SINK:
-            p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
-            b_sink = tl.load(p_s, mask=m_t, other=0.0).to(tl.float32)
-            b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)
-            # lse carries -log |row factor|, so this is the sink's probability times |row factor|.
-            b_p_sink = tl.exp(tl.where(b_lse == b_sink, 0.0, b_sink - b_lse))
-            tl.store(p_dsink + o_row, tl.where(b_alpha * b_gate < 0, b_along, -b_along) * b_p_sink, mask=m_t)
-        b_dgate = b_alpha * b_along
-        if HAS_ALPHA:
-            tl.store(p_dalpha + o_row, b_gate * b_along, mask=m_t)
-        if HAS_BETA:
-            b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_to_u = SHIFT * tl.sum(tl.dot(b_dy, b_before, input_precision="ieee"), 1)
-            if CAUSAL:
-                b_products = tl.dot(b_dy, tl.trans(b_v), input_precision="ieee")
-                b_to_u += tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_products, 0.0), 1)
-            tl.store(p_dbeta + o_row, b_gate * b_to_u, mask=m_t)
-            b_dgate += b_beta * b_to_u
-            b_weight = tl.trans(_high_and_low(SHIFT * b_beta * b_gate, DTYPE))
-            b_total = tl.dot(b_weight, b_dy, b_total, input_precision="ieee")
-        if HAS_GATE:
-            tl.store(p_dgate + o_row, b_dgate.to(p_dgate.dtype.element_ty), mask=m_t)
-    if HAS_BETA:
-        tl.store(p_totals + (bh * query_tiles + tile) * D + o_d, tl.sum(b_total, 0) / SHIFT)
+    heads = kv_heads * CHUNKS * CHUNK
+    o_d = part * SLICE + tl.arange(0, SLICE)
+    b_after = tl.zeros([SLICE], tl.float32)
+    if SUMS == WHOLE:
+        b_u = tl.load(p_before + bh * D + o_d)[None, :]
+    stop = tl.minimum((segment + 1) * (LENGTH // T), tiles)
+    for step in range(stop - segment * (LENGTH // T)):
+        tile = stop - 1 - step
+        o_t = tile * T + tl.arange(0, T)
+        m_t = o_t < queries
+        m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
+        o_td = o_t[:, None].to(tl.int64)
+        if SUMS == RUNNING:
+            m_v = m_td & (older + o_td >= 0)
+            p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
+            b_v = tl.load(p_slot, mask=m_v, other=0.0)
+            b_before = tl.load(p_before + (bh * tiles + tile) * D + o_d)
+            p_slot = p_dv + b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
+            b_dv = tl.load(p_slot, mask=m_v, other=0.0)
+        if SUMS == TABLE:
+            b_u = tl.load(p_before + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
+        if SUMS != NO_SUMS:
+            b_own = tl.zeros([T, SLICE], tl.float32)
+        for chunk in range(CHUNKS):
+            b_dys, b_outs, b_sinks, b_lses, b_alphas, b_betas, b_gates = (), (), (), (), (), (), ()
+            for i in tl.static_range(CHUNK):
+                h = (kv_head * CHUNKS + chunk) * CHUNK + i
+                o_row = (b * heads + h) * queries + o_t
+                p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
+                b_dys = b_dys + (tl.load(p_in, mask=m_td, other=0.0),)
+                p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
+                b_outs = b_outs + (tl.load(p_out, mask=m_td, other=0.0),)
+                if SINK == LEARNED_SINK:
+                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
+                    b_sinks = b_sinks + (tl.load(p_s, mask=m_t, other=0.0).to(tl.float32),)
+                    b_lses = b_lses + (tl.load(p_lse + o_row, mask=m_t, other=0.0),)
+                if HAS_ALPHA:
+                    b_alphas = b_alphas + (tl.load(p_alpha + o_row, mask=m_t, other=1.0).to(tl.float32),)
+                else:
+                    b_alphas = b_alphas + (tl.full([T], 1.0, tl.float32),)
+                if SUMS != NO_SUMS:
+                    b_betas = b_betas + (tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32),)
+                if GATE == HEADWISE:
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
+                    b_gates = b_gates + (tl.load(p_g, mask=m_t, other=1.0).to(tl.float32),)
+                elif GATE == ELEMENTWISE:
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
+                    b_gates = b_gates + (tl.load(p_g, mask=m_td, other=0.0),)
+                else:
+                    b_gates = b_gates + (tl.full([T], 1.0, tl.float32),)
+            if SUMS == RUNNING:
+                b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
+            for i in tl.static_range(CHUNK):
+                h = (kv_head * CHUNKS + chunk) * CHUNK + i
+                o_row = (b * heads + h) * queries + o_t
+                p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
+                b_dy, b_o = b_dys[i].to(tl.float32), b_outs[i].to(tl.float32)
+                b_alpha = b_alphas[i]
+                if GATE == ELEMENTWISE:
+                    b_inner = b_o * b_alpha[:, None]
+                    if SUMS != NO_SUMS:
+                        b_inner += b_betas[i][:, None] * b_u
+                    p_w = p_dgate + b * stride_wb + h * stride_wh + o_td * stride_wt + o_d[None, :]
+                    tl.store(p_w, (b_dy * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
+                    b_dy *= b_gates[i].to(tl.float32)
+                    b_gate, b_factor = tl.full([T], 1.0, tl.float32), b_alpha
+                else:
+                    # The factor's size is in lse; where it is negative, dy came negated and goes back as it was.
+                    b_gate = b_gates[i]
+                    b_factor = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
+                    if HAS_ALPHA or GATE == HEADWISE:
+                        b_dy *= b_factor[:, None]
+                        tl.store(p_in, b_dy.to(p_dy.dtype.element_ty), mask=m_td & (b_factor < 0)[:, None])
+                b_along = tl.sum(b_dy * b_o, 1)
+                if SINK == LEARNED_SINK:
+                    b_p_sink = tl.exp(tl.where(b_lses[i] == b_sinks[i], 0.0, b_sinks[i] - b_lses[i]))
+                    tl.store(p_dsink + part * stride_part + o_row, -b_factor * b_p_sink * b_along, mask=m_t)
+                if HAS_ALPHA:
+                    tl.store(p_dalpha + part * stride_part + o_row, b_gate * b_along, mask=m_t)
+                b_dgate = b_alpha * b_along
+                if SUMS != NO_SUMS:
+                    b_to_u = tl.sum(b_dy * b_u, 1)
+                    tl.store(p_dbeta + part * stride_part + o_row, b_gate * b_to_u, mask=m_t)
+                    b_dgate += b_betas[i] * b_to_u
+                    b_own += (b_betas[i] * b_gate)[:, None] * b_dy
+                if GATE == HEADWISE:
+                    tl.store(p_dgate + part * stride_part + o_row, b_dgate, mask=m_t)
+        if SUMS == TABLE:
+            tl.store(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], b_own, mask=m_td)
+        elif SUMS != NO_SUMS:
+            b_total = tl.sum(b_own, 0)
+            if SUMS == RUNNING:
+                # The sum from a row on, as what the rows before it leave of the total: a reversed scan takes twice the
+                # shuffles, and shuffles are what this kernel runs out of first.
+                b_from = (b_total + b_after)[None, :] - (tl.cumsum(b_own, 0) - b_own)
+                tl.store(p_slot, (b_dv.to(tl.float32) + b_from).to(p_dv.dtype.element_ty), mask=m_v)
+            b_after += b_total
+    if SUMS == RUNNING or SUMS == WHOLE:
+        tl.store(p_weighted + (bh * segments + segment) * D + o_d, b_after)
 
 
 @triton.jit
-def gated_row_gradients_kernel(
-    p_dy, p_o, p_lse, p_v, p_prefix, p_sink, p_alpha, p_beta, p_gate, p_dsink, p_dalpha, p_dbeta, p_dgate, p_totals,
-    stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
-    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh, stride_st,
-    heads, kv_heads, queries, older, n_older, tiles, query_tiles,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+def add_later_totals_kernel(
+    p_dv, p_totals, stride_nb, stride_nh, stride_nt, kv_heads, queries, older, segments, block_segments,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The same with an elementwise gate, whose gradient dy * (alpha * o' + beta * u) is itself a tile."""
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    if HAS_BETA:
-        p_v += b * stride_vb + kv_head * stride_vh
-        p_prefix += bh * (tiles + 1) * D
-        b_u = _visible_values(p_v, p_prefix, older + o_t, m_td, stride_vt, tile, n_older, tiles, CAUSAL, D, T)
-        b_total = tl.zeros([D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        o_row = (b * heads + h) * queries + o_t
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-        p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-        b_g = tl.load(p_in, mask=m_td, other=0.0).to(tl.float32)
-        b_o = tl.load(p_out, mask=m_td, other=0.0).to(tl.float32)
-        b_gate = tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
-        b_inner = b_o
-        if HAS_ALPHA:
-            b_alpha = tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_inner *= b_alpha[:, None]
-        if HAS_BETA:
-            b_beta = tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-            b_inner += b_beta[:, None] * b_u
-        p_w = p_dgate + b * stride_wb + h * stride_wh + o_td * stride_wt + o_d[None, :]
-        tl.store(p_w, (b_g * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
-        b_g *= b_gate
-        b_along = tl.sum(b_g * b_o, 1)
-        if HAS_ALPHA:
-            tl.store(p_dalpha + o_row, b_along, mask=m_t)
-            b_along *= b_alpha
-        if SINK == LEARNED_SINK:
-            p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
-            b_sink = tl.load(p_s, mask=m_t, other=0.0).to(tl.float32)
-            b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)
-            b_p_sink = tl.exp(tl.where(b_lse == b_sink, 0.0, b_sink - b_lse))
-            tl.store(p_dsink + o_row, -b_p_sink * b_along, mask=m_t)
-        if HAS_BETA:
-            tl.store(p_dbeta + o_row, tl.sum(b_g * b_u, 1), mask=m_t)
-            b_total += tl.sum(b_beta[:, None] * b_g, 0)
-    if HAS_BETA:
-        tl.store(p_totals + (bh * query_tiles + tile) * D + o_d, b_total)
-
-
-@triton.jit
-def value_gradient_kernel(
-    p_dy, p_beta, p_gate, p_totals, p_dv,
-    stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_nb, stride_nh, stride_nt,
-    heads, kv_heads, queries, older, query_tiles,
-    GATE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dv_j += sum over queries i >= j, and over the heads of the group, of beta_i * gate_i * dy_i (causal only).
-
-    Later tiles enter by their totals, always added in the same order, the tile itself by a weighted triangle times dy.
-    """
-    SHIFT: tl.constexpr = 64.0
-    DTYPE: tl.constexpr = p_dy.dtype.element_ty
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, kv_head = bh // kv_heads, bh % kv_heads
-    group = heads // kv_heads
-    o_i, o_d = tl.arange(0, T), tl.arange(0, D)
-    o_t = tile * T + o_i
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    b_later = tl.zeros([D], tl.float32)
-    for c in range(tile + 1, query_tiles, CHUNK):
-        o_c = c + tl.arange(0, CHUNK)
-        p_total = p_totals + (bh * query_tiles + o_c)[:, None] * D + o_d[None, :]
-        b_later += tl.sum(tl.load(p_total, mask=(o_c < query_tiles)[:, None], other=0.0), 0)
-    b_sum = tl.zeros([T, D], tl.float32)
-    for g in tl.range(0, group, num_stages=STAGES):
-        h = kv_head * group + g
-        p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-        b_dy = tl.load(p_in, mask=m_td, other=0.0)
-        b_weight = SHIFT * tl.load(p_beta + (b * heads + h) * queries + o_t, mask=m_t, other=0.0).to(tl.float32)
-        if GATE == HEADWISE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
-            b_weight *= tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
-        if GATE == ELEMENTWISE:
-            p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-            b_gate = tl.load(p_g, mask=m_td, other=0.0)
-            b_dy = (b_dy.to(tl.float32) * b_gate.to(tl.float32)).to(DTYPE)
-        b_triangle = tl.where(o_i[:, None] <= o_i[None, :], b_weight[None, :], 0.0).to(DTYPE)
-        b_sum = tl.dot(b_triangle, b_dy, b_sum, input_precision="ieee")
-    p_slot = p_dv + b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
-    b_dv = tl.load(p_slot, mask=m_td, other=0.0).to(tl.float32)
-    tl.store(p_slot, (b_dv + b_sum / SHIFT + b_later[None, :]).to(p_dv.dtype.element_ty), mask=m_td)
+    """dv of every segment but the last += the totals of all segments after it; a program walks up a block of them."""
+    SLICES: tl.constexpr = D // SLICE
+    part, block = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
+    o_d = part * SLICE + tl.arange(0, SLICE)
+    p_dv += (bh // kv_heads) * stride_nb + (bh % kv_heads) * stride_nh
+    p_totals += bh * segments * D
+    stop = tl.minimum((block + 1) * block_segments, segments - 1)
+    b_after = tl.zeros([SLICE], tl.float32)
+    for row in range(stop, segments, 32):
+        o_r = row + tl.arange(0, 32)
+        b_rows = tl.load(p_totals + o_r[:, None] * D + o_d[None, :], mask=(o_r < segments)[:, None], other=0.0)
+        b_after += tl.sum(b_rows, 0)
+    for step in range(stop - block * block_segments):
+        segment = stop - 1 - step
+        o_slot = older + segment * LENGTH + tl.arange(0, LENGTH)
+        m_v = ((o_slot >= 0) & (o_slot < older + queries))[:, None] & (o_d < HEAD_DIM)[None, :]
+        p_slot = p_dv + o_slot[:, None].to(tl.int64) * stride_nt + o_d[None, :]
+        b_dv = tl.load(p_slot, mask=m_v, other=0.0).to(tl.float32) + b_after[None, :]
+        b_after += tl.load(p_totals + segment * D + o_d)
+        tl.store(p_slot, b_dv.to(p_dv.dtype.element_ty), mask=m_v)

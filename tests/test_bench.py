@@ -1,0 +1,122 @@
+"""The benchmark: what it lists, what it refuses to time, and what it makes of its rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from affine_attn import VARIANTS, attention
+from affine_attn.core.accuracy import Shape
+from affine_attn.measure import side_by_side
+from benchmarks import plot, readme, record, run, steps
+from benchmarks.cases import MODES, STOCK, Case, Group, groups
+from benchmarks.checks import largest_error
+
+CPU = torch.device("cpu")
+TINY = Shape(2, 4, 2, 32, 32, 16)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(run, "ROUND_MS", 0.1)
+    # On the CPU a peak starts a process.
+    monkeypatch.setattr(run, "peak_mib", lambda *_: 1.0)
+
+
+def _tiny(group: Group) -> Group:
+    return replace(group, shape=replace(TINY, tq=1) if group.mode == "decode" else TINY)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_listed_case_has_a_method_and_a_row_of_its_own(device):
+    listed = groups(torch.device(device), list(MODES), list(VARIANTS))
+    assert {group.mode for group in listed} == set(MODES)
+    keys = [(g.name, c.what, g.mode) for g in listed for c in g.cases if c != STOCK[device][0]]
+    assert len(set(keys)) == len(keys)
+    for group in listed:
+        for case in group.cases:
+            assert case.variant in VARIANTS
+            assert case.method in {*steps._METHODS, "finish", "gradients", "statistics"}
+
+
+def test_quick_leaves_out_what_compiles():
+    listed = groups(torch.device("cuda"), list(MODES), list(VARIANTS), quick=True)
+    methods = {case.method for group in listed for case in group.cases}
+    assert "dense" in methods
+    assert not {"flex", "dense compiled", "multiply"} & methods
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_timed_rows(mode):
+    for group in groups(CPU, [mode], ["softmax", "affine", "affine_gated"]):
+        for row in run.group_rows(_tiny(group), CPU, rounds=2, copy_gbps=10.0):
+            assert "note" not in row, row
+            assert float(row["ms_p20"]) <= float(row["ms_p50"]) <= float(row["ms_p80"])
+            assert ("ratio" in row) == (mode != "epilogue")
+            assert ("fraction_of_copy" in row) == (mode in ("decode", "epilogue"))
+
+
+def test_a_wrong_case_is_not_timed(monkeypatch):
+    monkeypatch.setitem(steps._METHODS, "auto", lambda **inputs: attention(**inputs) * 1.01)
+    group = Group("tiny", TINY, "forward", (*STOCK["cpu"], Case("sink", "auto", "sink")))
+    _, row = run.group_rows(group, CPU, rounds=1, copy_gbps=10.0)
+    assert "wrong: y" in row["note"]
+    assert "ms_p50" not in row
+    assert run.is_failure(row)
+
+
+def test_a_backend_that_refuses_leaves_its_reason_and_the_next_one_is_the_baseline():
+    refused, plain, softmax = Case("plain SDPA (cuDNN)", "cudnn"), *STOCK["cpu"], Case("softmax")
+    group = Group("tiny", TINY, "forward", (refused, plain, softmax))
+    rows = run.group_rows(group, CPU, rounds=1, copy_gbps=10.0)
+    assert rows[0]["note"]
+    assert not run.is_failure(rows[0])
+    assert rows[2]["baseline"] == plain.what
+
+
+def test_what_compiles_is_checked_at_the_timed_batch(monkeypatch):
+    batches = []
+
+    def flex(**inputs):
+        batches.append(len(inputs["q"]))
+        return attention(**inputs)
+
+    monkeypatch.setitem(steps._METHODS, "flex", flex)
+    assert largest_error(Case("affine, FlexAttention", "flex", "affine"), TINY, "forward", CPU) < 1e-5
+    assert batches == [TINY.batch]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds(monkeypatch):
+    times = {"a": iter([1.0, 2.0, 4.0]), "b": iter([3.0, 2.0, 8.0])}
+    monkeypatch.setattr("affine_attn.measure._warm_up", lambda *_: None)
+    monkeypatch.setattr("affine_attn.measure._run", lambda function, *_: next(times[function()]))
+    result = side_by_side({name: lambda name=name: name for name in times}, "a", CPU, rounds=3)
+    assert result["b"].ratio == 2.0
+    assert result["b"].p50 == 3.0
+
+
+def _row(shape: str, what: str, mode: str, **columns: str) -> record.Row:
+    return dict.fromkeys(record.COLUMNS, "") | {"shape": shape, "what": what, "mode": mode, "ms_p50": "1"} | columns
+
+
+def test_new_rows_replace_old_ones_and_a_baseline_counts_once(tmp_path):
+    old = [_row("3B", "affine", "forward"), _row("3B", "sink", "forward")]
+    new = [_row("3B", "sink", "forward", ratio="1.1"), _row("3B", "plain", "forward", ratio="1")]
+    rows = record.merged(old, [*new, _row("3B", "plain", "forward", ratio="0.9")])
+    assert [(row["what"], row["ratio"]) for row in rows] == [("affine", ""), ("sink", "1.1"), ("plain", "1")]
+    record.write(tmp_path / "x.csv", rows)
+    assert record.read(tmp_path / "x.csv") == rows
+
+
+def test_tables_and_picture_are_made_of_the_rows(tmp_path):
+    named = {"baseline": "plain SDPA (cuDNN)", "peak_mib": "10"}
+    rows = [_row(shape, "affine", "forward+backward", ratio="1.05", **named) for shape in plot.LENGTHS]
+    rows += [_row("d", "affine", "decode", ratio="0.9", fraction_of_copy="0.8", **named)]
+    rows += [_row("3B", "affine, forward", "epilogue", fraction_of_copy="0.75")]
+    training, decoding, epilogue = readme.tables(rows)[1::2]
+    assert "| affine | 1.05 (1) | 1.05 (1) | 1.05 (1) | 10 |" in training
+    assert "| affine | 0.90 (80%) |" in decoding
+    assert "| affine, forward | 1000 (75%) |" in epilogue
+    pytest.importorskip("matplotlib")
+    assert plot.draw(rows, tmp_path / "x.svg")
+    assert not plot.draw(rows[:1], tmp_path / "y.svg")
