@@ -1,6 +1,8 @@
 """Tensor parallelism, FSDP2 and LoRA: the plans of the model give the numbers of one process."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from affine_attn.models import AffineAttnForCausalLM
 from tests.hf import left_padded, tiny_model
 
 RANKS = 2
+PLANS = {"tensor parallel": {"tp_plan": "auto"}, "fsdp": {"fsdp_size": RANKS}}
 
 
 def full(tensor):
@@ -30,12 +33,12 @@ def trained(model):
     return {"logits": full(logits).detach()} | gradients | averages
 
 
-def _rank(rank, folder, plans):
+def _rank(rank, folder):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     for name in VARIANTS:
-        for kind, plan in plans.items():
+        for kind, plan in PLANS.items():
             if (kind, name) == ("tensor parallel", "alibi"):
                 with pytest.raises(ValueError, match="ALiBi's slopes depend on a head's number"):
                     AffineAttnForCausalLM.from_pretrained(
@@ -49,16 +52,22 @@ def _rank(rank, folder, plans):
     dist.destroy_process_group()
 
 
+def ranks(folder):
+    mp.start_processes(_rank, args=(folder,), nprocs=RANKS, start_method="fork")
+
+
 def test_two_ranks_give_the_numbers_of_one(tmp_path):
-    plans = {"tensor parallel": {"tp_plan": "auto"}, "fsdp": {"fsdp_size": RANKS}}
     expected = {}
     for name in VARIANTS:
         model = tiny_model(name, qk_norm=True, vocab_size=62)
         model.save_pretrained(tmp_path / name)
         expected[name] = trained(model)
-    mp.start_processes(_rank, args=(str(tmp_path), plans), nprocs=RANKS, start_method="fork")
+    # In a Python of its own: this one may have threads by now, whose locks a forked rank would wait for in vain.
+    program = "import sys; from tests.test_hf_distributed import ranks; ranks(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     for name in VARIANTS:
-        for kind in plans:
+        for kind in PLANS:
             if (kind, name) == ("tensor parallel", "alibi"):
                 continue
             for rank in range(RANKS):
