@@ -38,7 +38,7 @@ EPILOGUE_KERNELS = {
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
     "gated_gradient_kernel": {"HAS_ALPHA": True, "T": fused._GATED_ROWS, "num_warps": 4},
     "negate_rows_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "ROWS": fused._ROWS, "T": 16, "num_warps": 4},
-    "epilogue_backward_kernel": STAGES,
+    "epilogue_backward_kernel": STAGES | {"SLICE": None},
     "add_later_totals_kernel": {"SLICE": fused._TOTAL_COLUMNS},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
@@ -84,6 +84,7 @@ def _epilogue_build(name: str, target: Target) -> Build:
     tile, kernel = fused._TILES[target.head_dim], getattr(epilogue, name)
     sizes = {"HEAD_DIM": target.head_dim, "D": target.head_dim, "T": tile.tokens, "SLICE": tile.columns}
     sizes |= {"LENGTH": tile.segment, "num_warps": 1} | EPILOGUE_KERNELS[name]
+    sizes["SLICE"] = sizes["SLICE"] or tile.backward_columns
     options = {"num_warps": sizes.pop("num_warps")}
     return Build(name, kernel, {x: sizes[x] for x in sizes if x in kernel.arg_names}, _types(target), options)
 
@@ -185,7 +186,7 @@ def test_epilogue_kernels_compile_within_limits(name, target, tmp_path):
 def test_distance_kernels_compile_within_limits(name, target, tmp_path):
     compiled = _check(_distance_build(name, target), target, tmp_path)
     if target.capability == 90 and target.dtype != torch.float32:
-        # A loop that Triton could not pipeline copies its tiles and then waits for them; one that prefetches waits first.
+        # A loop that Triton could not pipeline copies its tiles, then waits for them; one that prefetches waits first.
         loops = [loop for loop in compiled.asm["ttgir"].split("scf.for")[1:] if "warp_group_dot " in loop]
         assert loops
         for loop in loops:

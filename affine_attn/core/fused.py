@@ -26,20 +26,21 @@ _ELEMENTWISE = 2
 
 
 class _Tile(NamedTuple):
-    """Tokens and columns that one warp has at a time; tokens of a segment, which it walks down."""
+    """Tokens and columns one warp has at a time, forward and backward; tokens of a segment, which it walks down."""
 
     tokens: int
     columns: int
+    backward_columns: int
     segment: int
 
 
 # By padded head_dim, timed on an H200 (LOG.md).
 _TILES = {
-    16: _Tile(32, 16, 64),
-    32: _Tile(16, 32, 64),
-    64: _Tile(8, 64, 64),
-    128: _Tile(8, 64, 64),
-    256: _Tile(8, 64, 64),
+    16: _Tile(32, 16, 16, 64),
+    32: _Tile(16, 32, 32, 64),
+    64: _Tile(8, 64, 64, 64),
+    128: _Tile(8, 64, 128, 64),
+    256: _Tile(8, 64, 128, 64),
 }
 # Most query heads a program has in flight; rows of a product with an elementwise gate; rows a sign check covers.
 _CHUNK, _GATED_ROWS, _ROWS = 4, 32, 1024
@@ -100,10 +101,6 @@ class _Plan(NamedTuple):
     n_older: int  # segments of them
 
     @property
-    def slices(self) -> int:
-        return self.d // self.tile.columns
-
-    @property
     def first(self) -> int:
         """Slot where the first key segment starts."""
         return self.older - self.n_older * self.tile.segment
@@ -117,11 +114,11 @@ class _Plan(NamedTuple):
     def blocks(self) -> int:
         return -(-self.key_segments // self.block_segments)
 
-    def constants(self, call: Call) -> dict[str, int]:
+    def constants(self, call: Call, columns: int) -> dict[str, int]:
         group = call.q.shape[1] // call.k.shape[1]
         return {
             "SUMS": self.sums, "CHUNKS": group // self.chunk, "CHUNK": self.chunk, "HEAD_DIM": call.q.shape[-1],
-            "D": self.d, "SLICE": self.tile.columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
+            "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
             "num_warps": 1,
         }  # fmt: skip
 
@@ -159,13 +156,13 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
     batch, kv_heads = call.k.shape[:2]
-    _kernels().epilogue_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
+    _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), batch * kv_heads)](
         o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
         kv_heads, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
         constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
-        BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call),
+        BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call, plan.tile.columns),
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, before)
 
@@ -184,20 +181,22 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     kv_heads = call.k.shape[1]
     elementwise = _gate_kind(gate) == _ELEMENTWISE
     # Gradients of numbers per row: every slice of columns writes its part.
+    slices = plan.d // plan.tile.backward_columns
     wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
-    parts = torch.empty(plan.slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
+    parts = torch.empty(slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
     dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
     dgate = torch.empty_like(gate) if gate is not None and elementwise else dgate
     # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
     shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
     weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    _kernels().epilogue_backward_kernel[(plan.query_segments * plan.slices, batch * kv_heads)](
+    _kernels().epilogue_backward_kernel[(plan.query_segments * slices, batch * kv_heads)](
         dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
         *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
         *_strides(dv), *_sink_strides(sink), parts.stride(0),
         kv_heads, queries, plan.tiles, plan.older, plan.query_segments,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), **plan.constants(call),
+        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate),
+        **plan.constants(call, plan.tile.backward_columns),
     )  # fmt: skip
     if plan.sums == _TABLE:
         visible_sums.add_seen_by(call, weighted, dv)
@@ -213,7 +212,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
         whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
         dv[:, :, seen_by_all] += whole.to(dv.dtype)
-    if plan.slices > 1 and any(wanted):
+    if slices > 1 and any(wanted):
         # Pairwise: a sum over so short a dimension takes three times as long.
         dsink, dalpha, dbeta, row_gate = _unpacked(functools.reduce(torch.add, parts), wanted)
         dgate = dgate if elementwise else row_gate

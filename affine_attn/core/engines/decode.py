@@ -22,11 +22,11 @@ DESCRIPTION = "one pass over the cache, split over keys; inference only"
 MAX_QUERIES = 16
 _LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q
 
-# Cost model of the split rule, in units of the time a program takes for one tile.
+# Cost model of the split rule, in units of the time a program takes for one tile when half the slots are busy.
 _START_COST = 2.0  # fill the pipeline, load q, write the partial result (and read it again)
-_COMBINE_COST = 0.1  # per split: the combine reads them one block after another
-_TAIL_COST = 0.25  # the last programs run alone for about this fraction of their length
+_COMBINE_COST = 0.2  # per split: the combine reads them one block after another
 _SECOND_LAUNCH_COST = 2.0  # splits > 1 needs the combine kernel
+_SATURATING = 0.5  # the share of slots whose loads already take all the bandwidth
 
 _TILE_BYTES = 16 * 1024  # of K (and of V) per tile: 32 KiB per pipeline stage
 _STAGES = 3
@@ -126,15 +126,17 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
     """Into how many key ranges to cut, so that the GPU is full and so is its last wave; from shapes alone.
 
     ``programs`` at one split, key ``tiles`` of a full row, ``slots`` for programs on the GPU. The time of S splits is
-    modelled as waves of equal programs plus what is lost at the end and in the combine. With lengths a row's own keys
-    are divided by the same S, so a half-empty static cache still fills the GPU.
+    modelled as the time to stream all tiles, at a speed that grows until enough programs run, plus what an unfilled
+    last wave and the combine cost. With lengths a row's own keys are divided by the same S, so a half-empty static
+    cache still fills the GPU.
     """
 
     def time(splits: int) -> float:
-        tiles_each = math.ceil(tiles / splits)
-        waves = math.ceil(programs * splits / slots)
+        waves = programs * splits / slots
+        stream = programs * tiles / min(programs * splits, _SATURATING * slots)
+        unevenness = math.sqrt(math.ceil(waves) / waves) if waves > 1 else 1.0
         combine = 0.0 if splits == 1 else _COMBINE_COST * splits + _SECOND_LAUNCH_COST
-        return waves * (tiles_each + _START_COST) + _TAIL_COST * tiles_each + combine
+        return stream * unevenness + _START_COST * math.ceil(waves) + combine
 
     # More than four waves only add combine work; a split of less than one tile is empty.
     most = max(1, min(tiles, math.ceil(4 * slots / programs)))
