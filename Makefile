@@ -4,7 +4,7 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu test-aot bench lint fmt clean
+.PHONY: demo test test-gpu test-aot test-hf-common bench lint fmt clean
 
 demo: .venv/.installed
 	$(BIN)/affine-attn demo
@@ -17,6 +17,14 @@ test-gpu: .venv/.installed
 
 test-aot: .venv/.installed
 	$(BIN)/python -m pytest -n 2 tests/test_aot.py
+
+# transformers' own common model tests: SOURCE is a checkout of its repository, used for the library and for the tests.
+HF_SOURCE = $(abspath $(SOURCE))
+test-hf-common: .venv/.installed
+	@test -f "$(HF_SOURCE)/tests/test_modeling_common.py" || { echo "give SOURCE=path/to/transformers, a checkout"; exit 2; }
+	cd "$(HF_SOURCE)" && PYTHONPATH="$(HF_SOURCE)/src:$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 \
+		"$(CURDIR)/$(BIN)/python" -m pytest -q -n 2 -c /dev/null -p no:cacheprovider --import-mode=importlib \
+		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common/test_common.py"
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench

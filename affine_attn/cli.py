@@ -2,6 +2,8 @@
 
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +49,56 @@ def bench(
         raise typer.Exit(2)
     sys.argv = [str(script), *(arguments or [])]
     runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder or hub id")],
+    target: Annotated[Path, typer.Argument(help="the folder to write")],
+    attention: Annotated[str, typer.Option(help="a variant, see: affine-attn variants")] = "affine",
+    start_as_softmax: Annotated[bool, typer.Option(help="affine that computes softmax until it is trained")] = False,
+    gguf_file: Annotated[str | None, typer.Option(help="read this GGUF file of the source")] = None,
+    to_plain: Annotated[bool, typer.Option(help="the other way: a softmax AffineAttn model to Llama or Qwen")] = False,
+    with_code: Annotated[bool, typer.Option(help="add code that loads it without this package")] = False,
+) -> None:
+    """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
+    with _one_line_errors():
+        from affine_attn.models import folders
+
+        for line in folders.convert_folder(
+            source, target, attention, start_as_softmax, gguf_file, to_plain=to_plain, with_code=with_code
+        ):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="folder or hub id of a causal model with its tokenizer")],
+    prompt: Annotated[str, typer.Argument(help="the text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the random numbers, with a temperature")] = 0,
+    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    recent: Annotated[
+        int | None, typer.Option(min=1, help="constant memory: keep the first 4 and so many recent tokens")
+    ] = None,
+) -> None:
+    """Continue a prompt, token by token, and say how fast."""
+    with _one_line_errors():
+        from affine_attn.models.folders import generate_text
+
+        speed = generate_text(model, prompt, max_new_tokens, temperature, seed, device, recent)
+    Console(stderr=True).print(speed, markup=False, highlight=False)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Bad input is answered with a sentence, not with a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        Console(stderr=True).print(str(error).splitlines()[0], style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

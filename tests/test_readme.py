@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import torch
+
 from affine_attn.core.variants import variants_table
 
 ROOT = Path(__file__).parent.parent
@@ -10,11 +12,16 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_quickstart_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    core, models = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     namespace: dict = {}
-    exec(code, namespace)
+    exec(core, namespace)
     assert namespace["y"].shape == (2, 8, 128, 64)
     assert namespace["layer"].alpha.alpha_ma.abs().min() > 0
+    exec(models, namespace)
+    assert namespace["endless"].shape == (1, 80) or namespace["endless"][0, -1] == 0
+    prompt = namespace["prompt"]
+    before, after = (namespace[name].eval()(prompt).logits for name in ("softmax", "affine"))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
 def test_the_variants_table_is_current():

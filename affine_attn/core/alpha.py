@@ -37,8 +37,11 @@ class AlphaGate(nn.Module):
         self.alpha_ma: Tensor
         self.register_buffer("alpha_ma", torch.full((heads,), float(affine.start), dtype=torch.float32))
         # Plain tensors, not buffers: DDP broadcasts buffers from rank 0 and would overwrite the other ranks' sums.
+        # One count per head: under tensor parallelism a rank sees the tokens of its own heads only.
         self._sum = torch.zeros(heads, dtype=torch.float32)
-        self._count = torch.zeros((), dtype=torch.float32)
+        self._count = torch.zeros(heads, dtype=torch.float32)
+        # Of the heads this rank has; tensor parallelism moves it and shards w_a, the average stays whole.
+        self.first_head = 0
         self._tracked = False
         self._weight_version: int | None = None
         self.reset_parameters()
@@ -64,16 +67,24 @@ class AlphaGate(nn.Module):
             n = keys if mask.lengths is None else mask.lengths.clamp(min=1)[:, None, None]
         else:
             n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.affine.length, 1))
-        return (self.alpha_ma[:, None] - alpha) / n
+        return (self.alpha_ma[self._own(alpha), None] - alpha) / n
+
+    def _own(self, alpha: Tensor) -> slice:
+        return slice(self.first_head, self.first_head + alpha.shape[1])
 
     def _accumulate(self, alpha: Tensor, valid: Tensor | None) -> None:
         self._warn_if_never_committed()
+        if self._sum.device != alpha.device:
+            # Built on the meta device and filled from a checkpoint, as Hugging Face loads models: not through _apply.
+            self._sum = self._sum.new_zeros(self._sum.shape, device=alpha.device)
+            self._count = torch.zeros_like(self._sum)
+        own = self._own(alpha)
         if valid is None:
-            self._sum += alpha.sum((0, 2))
-            self._count += alpha.shape[0] * alpha.shape[2]
+            self._sum[own] += alpha.sum((0, 2))
+            self._count[own] += alpha.shape[0] * alpha.shape[2]
         else:
-            self._sum += (alpha * valid[:, None]).sum((0, 2))
-            self._count += valid.sum()
+            self._sum[own] += (alpha * valid[:, None]).sum((0, 2))
+            self._count[own] += valid.sum()
 
     def _warn_if_never_committed(self) -> None:
         """An optimizer step bumps the version of W_a; sums that outlive one belong to a loop that never commits."""
@@ -96,7 +107,7 @@ class AlphaGate(nn.Module):
             device = self.alpha_ma.device
             self.alpha_ma = average.to(device) if not average.is_meta else self.alpha_ma.float()
         self._sum = torch.zeros_like(self.alpha_ma)
-        self._count = torch.zeros((), dtype=torch.float32, device=self.alpha_ma.device)
+        self._count = torch.zeros_like(self.alpha_ma)
         return self
 
 
@@ -113,12 +124,12 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     gates = alpha_gates(model)
     if not gates:
         return
-    totals = torch.cat([torch.cat((gate._sum, gate._count[None])) for gate in gates])
+    totals = torch.cat([torch.cat((gate._sum, gate._count)) for gate in gates])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals, group=group)
-    for gate, total in zip(gates, totals.split([gate._sum.numel() + 1 for gate in gates]), strict=True):
-        count = total[-1]
-        mean = total[:-1] / count.clamp(min=1)
+    for gate, total in zip(gates, totals.split([2 * gate._sum.numel() for gate in gates]), strict=True):
+        sums, count = total.chunk(2)
+        mean = sums / count.clamp(min=1)
         if not gate.affine.per_head:
             mean = mean.mean().expand_as(mean)
         momentum = gate.affine.momentum

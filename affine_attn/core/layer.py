@@ -1,7 +1,6 @@
 """``AttentionLayer``: projections, positions, the parameters of the stages, and one call to ``attention``."""
 
-import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from affine_attn.core.spec import AttentionSpec, LogN
 from affine_attn.core.variants import variant
 
 
-class Cache(Protocol):
+class KeyValueCache(Protocol):
     """What the layer asks of a key/value cache; every Hugging Face cache has it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
@@ -39,6 +38,7 @@ class AttentionLayer(nn.Module):
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         layer_idx: int = 0,
+        out_bias: bool = False,
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -60,7 +60,7 @@ class AttentionLayer(nn.Module):
         self.q_proj = nn.Linear(dim, width, bias=qkv_bias)
         self.k_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(width, dim, bias=False)
+        self.o_proj = nn.Linear(width, dim, bias=out_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.alpha = AlphaGate(dim, heads, self.spec.affine, init_std) if self.spec.affine else None
@@ -81,14 +81,14 @@ class AttentionLayer(nn.Module):
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=self.init_std)
         if self.logn_scale is not None and isinstance(self.spec.logit, LogN):
-            nn.init.constant_(self.logn_scale, 1 / math.log(self.spec.logit.length))
+            nn.init.constant_(self.logn_scale, self.spec.logit.start)
 
     def forward(
         self,
         x: Tensor,
         mask: Mask = Mask(),
         positions: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         impl: str = "auto",
     ) -> Tensor:
         """x [B, T, dim]; positions [B or 1, T] for RoPE (default: each token's slot); mask over the cached keys."""
@@ -117,13 +117,21 @@ class AttentionLayer(nn.Module):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
         """The stages: everything that depends on the spec, between the projections and o_proj."""
+        return attention(**self.stages(x, q, k, v, mask), impl=impl)
+
+    def stages(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> dict[str, Any]:
+        """The arguments of ``attention``: the parameters of the stages applied to x."""
         alpha = beta = gate = None
         if self.alpha is not None:
             alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])
             beta = self.alpha.beta(alpha, mask, k.shape[2])
         if self.attn_gate is not None:
-            gate = torch.sigmoid(self.attn_gate(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            # The heads of q, not of the spec: under tensor parallelism a rank has only its own.
+            gate = torch.sigmoid(self.attn_gate(x)).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
         sink = self.sinks if self.spec.sink == "learned" else self.spec.sink
-        return attention(q, k, v, mask, logit=self.spec.logit, sink=sink, alpha=alpha, beta=beta, gate=gate, impl=impl)
+        return {
+            "q": q, "k": k, "v": v, "mask": mask, "logit": self.spec.logit,
+            "sink": sink, "alpha": alpha, "beta": beta, "gate": gate,
+        }  # fmt: skip

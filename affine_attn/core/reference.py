@@ -24,6 +24,11 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     """y [B, H, Tq, D]; ``matmul`` lowers the precision of the two products (the yardstick of the tolerance rule)."""
+    return run_with_weights(call, matmul)[0]
+
+
+def run_with_weights(call: Call, matmul: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """y, and the weights w [B, H, Tq, Tk] it is made of: zero on invisible keys, in the precision of row statistics."""
     everything = slice(0, call.tq), slice(0, call.tk)
     visible = call.visible(*everything)
     k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
@@ -33,7 +38,7 @@ def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     y = grouped_matmul(w, v.to(w.dtype), matmul)
     if call.gate is not None:
         y = call.gate.to(y.dtype) * y
-    return _Poison.apply(y, poisoned).to(call.q.dtype)
+    return _Poison.apply(y, poisoned).to(call.q.dtype), w
 
 
 class _Poison(torch.autograd.Function):

@@ -53,6 +53,11 @@ class LogN:
         if not (isinstance(self.length, int) and self.length > 1):
             raise ValueError(f"LogN: length must be an integer > 1, got {self.length!r}")
 
+    @property
+    def start(self) -> float:
+        """First value of the learned s_h."""
+        return 1 / math.log(self.length)
+
     def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
         assert count is not None  # FlexAttention, which has no count, scales q by row_scale instead
         return Coefficients(self.row_scale(count, distance.dtype)[..., None], None)

@@ -1,0 +1,32 @@
+"""Hugging Face models with any attention of the family. Importing this registers them with the Auto classes."""
+
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("affine_attn.models needs transformers: pip install 'affine-attn[models]'") from error
+
+import affine_attn.models.parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
+from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.convert import convert, export, stage_keys
+from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel
+from affine_attn.models.presets import PRESETS, preset
+from affine_attn.models.remote_code import save_with_code
+from affine_attn.models.streaming import StreamingCache
+
+AutoConfig.register(AffineAttnConfig.model_type, AffineAttnConfig)
+AutoModel.register(AffineAttnConfig, AffineAttnModel)
+AutoModelForCausalLM.register(AffineAttnConfig, AffineAttnForCausalLM)
+
+__all__ = [
+    "PRESETS",
+    "AffineAttnConfig",
+    "AffineAttnForCausalLM",
+    "AffineAttnModel",
+    "AffineAttnPreTrainedModel",
+    "StreamingCache",
+    "convert",
+    "export",
+    "preset",
+    "save_with_code",
+    "stage_keys",
+]

@@ -1,0 +1,147 @@
+"""``AffineAttnConfig``: a Llama configuration plus the attention of each layer."""
+
+# transformers annotates as strings and class variables what it makes properties of and sets on instances.
+# pyright: reportIncompatibleVariableOverride=false, reportAttributeAccessIssue=false
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from affine_attn.core.rope import Rope
+from affine_attn.core.spec import AttentionSpec, ScaleInvariant
+from affine_attn.core.variants import variant
+from affine_attn.models.interface import NAME
+
+
+class AffineAttnConfig(LlamaConfig):
+    """A Llama-like decoder with any attention of the family.
+
+    attention: a variant's name, an ``AttentionSpec``, its dict, or a list of those, one per layer. Kept as plain JSON.
+    window: keys a query sees, itself included; one integer, or one per layer (None: all).
+    qkv_bias: biases on q, k and v only (Qwen2); ``attention_bias`` is Llama's, on o_proj too.
+    qk_norm: RMSNorm on the heads of q and k (Qwen3).
+    rope_parameters: besides the types of transformers, ``{"rope_type": "p_rope" | "p_rope_top" | "nope"}``.
+    """
+
+    model_type = "affine_attn"
+
+    attention: Any = "affine"
+    window: int | list[int | None] | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"AffineAttnConfig: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.attention_dropout:
+            raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
+        # Plain JSON from here on: save_pretrained cannot write objects.
+        if isinstance(self.attention, list | tuple):
+            self.attention = [as_spec(entry).to_dict() for entry in self.attention]
+        else:
+            self.attention = as_spec(self.attention).to_dict()
+        for name in ("attention", "window"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != self.num_hidden_layers:
+                raise ValueError(
+                    f"AffineAttnConfig: {name} has {len(value)} entries, num_hidden_layers is {self.num_hidden_layers}"
+                )
+        specs = [self.spec(layer) for layer in range(self.num_hidden_layers)]
+        self.base_model_tp_plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
+        if not self.qk_norm and any(isinstance(spec.logit, ScaleInvariant) for spec in specs):
+            warnings.warn(
+                "scale-invariant attention without qk_norm=True: its derivation assumes logits of unit variance",
+                stacklevel=2,
+            )
+
+    def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str]:
+        """How tensor parallelism shards a layer: what the stages have per query head goes with the heads of q_proj."""
+        styles = {
+            "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
+            "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
+            "attn_gate": "colwise" if any(spec.gate for spec in specs) else None,
+            "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
+        }
+        plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items() if style}
+        return plan | {"layers.*.self_attn": "affine_attn_heads"}
+
+    @property
+    def _attn_implementation(self) -> str:
+        return NAME
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | None) -> None:
+        # "eager" is how one asks transformers for attention weights; they are to be had here anyway.
+        if value not in (None, "eager", NAME):
+            raise ValueError(f"AffineAttn models run attn_implementation={NAME!r} only, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self._auto_class is None:
+            # Code may lie beside the weights that were read; it does not beside those that will be written.
+            fields.pop("auto_map", None)
+        return fields
+
+    def spec(self, layer: int) -> AttentionSpec:
+        """The attention of one layer."""
+        return AttentionSpec.from_dict(self.attention[layer] if isinstance(self.attention, list) else self.attention)
+
+    def layer_window(self, layer: int) -> int | None:
+        return self.window[layer] if isinstance(self.window, list) else self.window
+
+    @property
+    def output_attentions(self) -> bool:
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        # transformers allows this for eager attention only; here the weights are to be had whatever runs the layer.
+        self._output_attentions = value
+
+    def validate_output_attentions(self) -> None:
+        """Nothing to refuse, see the setter."""
+
+    def _validate_p_rope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
+        self._validate_default_rope_parameters(rope_parameters, ignore_keys)
+
+    def _validate_nope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
+        self._validate_default_rope_parameters(rope_parameters, ignore_keys)
+
+    def _validate_p_rope_top_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
+        self._validate_default_rope_parameters(rope_parameters, (ignore_keys or set()) | {"p"})
+
+
+def as_spec(attention: Any) -> AttentionSpec:
+    if isinstance(attention, AttentionSpec):
+        return attention
+    if isinstance(attention, str):
+        return variant(attention)
+    if isinstance(attention, dict):
+        return AttentionSpec.from_dict(attention)
+    raise ValueError(
+        "AffineAttnConfig: attention must be a variant's name, an AttentionSpec, a dict or a list of those, "
+        f"got {attention!r}"
+    )
+
+
+def _frequencies(config: LlamaConfig, device=None, **_) -> tuple[Tensor, float]:
+    """What transformers asks of a rope type: the frequencies of the channel pairs and a factor on cos and sin."""
+    # Named, since transformers patches some functions (linspace) to the CPU while it builds a model on meta.
+    device = torch.get_default_device() if device is None else device
+    settings: dict[str, Any] = dict(config.rope_parameters or {})
+    head_dim, kind = config.head_dim or 0, settings["rope_type"]
+    if kind == "nope":
+        return torch.zeros(head_dim // 2, device=device), 1.0
+    fields = {"kind": kind, "theta": settings["rope_theta"]} | ({"p": settings["p"]} if "p" in settings else {})
+    return Rope(**fields).frequencies(head_dim, device), 1.0
+
+
+ROPE_INIT_FUNCTIONS.update(dict.fromkeys(("p_rope", "p_rope_top", "nope"), _frequencies))

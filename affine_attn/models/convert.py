@@ -1,0 +1,173 @@
+"""Llama, Mistral, Qwen2 and Qwen3 checkpoints to AffineAttn models with a chosen attention, and back."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from affine_attn.core.alpha import alpha_gates
+from affine_attn.core.spec import AttentionSpec
+from affine_attn.models.configuration import AffineAttnConfig, as_spec
+from affine_attn.models.modeling import AffineAttnForCausalLM
+
+_SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")
+# Fields that mean the same in all of them.
+_SHARED = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
+]
+
+
+def convert(
+    path_or_model: str | Path | PreTrainedModel,
+    attention: Any = "affine",
+    start_as_softmax: bool = False,
+    gguf_file: str | None = None,
+    **loading: Any,
+) -> AffineAttnForCausalLM:
+    """The same decoder with another attention.
+
+    path_or_model: a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model, its folder or its hub id (``gguf_file``: a GGUF
+    file there); ``loading`` goes to from_pretrained. All its tensors are taken over; those of the new attention, listed
+    by :func:`stage_keys`, start afresh. start_as_softmax: an affine attention that is softmax until it is trained.
+    """
+    source = path_or_model if isinstance(path_or_model, PreTrainedModel) else load(path_or_model, gguf_file, **loading)
+    if source.config.model_type not in _SOURCES:
+        raise ValueError(f"convert: model_type must be one of {', '.join(_SOURCES)}, got {source.config.model_type!r}")
+    each = attention if isinstance(attention, list | tuple) else [attention]
+    specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
+    config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
+    model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
+    if start_as_softmax:
+        for gate in alpha_gates(model):
+            nn.init.zeros_(gate.w_a)
+    _fill(model, source, new=stage_keys(model))
+    return model
+
+
+def export(model: AffineAttnForCausalLM) -> PreTrainedModel:
+    """A softmax AffineAttn model as transformers' own Llama, Mistral, Qwen2 or Qwen3 model, whichever has its parts."""
+    config = model.config
+    specs = {config.spec(layer) for layer in range(config.num_hidden_layers)}
+    if specs != {AttentionSpec()}:
+        raise ValueError(f"export: only softmax attention exists in plain models, got {sorted(map(str, specs))}")
+    target = AutoModelForCausalLM.from_config(_plain_config(config), dtype=model.dtype).to(model.device)
+    _fill(target, model, new=[])
+    return target
+
+
+def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
+    """Names of the tensors that the attention's stages add to a plain model's."""
+    plain = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    return [
+        key
+        for key in model.state_dict()
+        if ".self_attn." in key and key.split(".self_attn.")[1].split(".")[0] not in plain
+    ]
+
+
+def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
+    """Any causal model of transformers; code that comes with a checkpoint is never run."""
+    more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
+
+
+def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:
+    """The configuration of a source model with another attention; what it cannot express is refused."""
+    if isinstance(source, AffineAttnConfig):
+        return AffineAttnConfig.from_dict(source.to_dict() | {"attention": attention})
+    fields: dict[str, Any] = {name: getattr(source, name) for name in _SHARED if hasattr(source, name)}
+    kind = source.model_type
+    fields["attention_bias"] = bool(getattr(source, "attention_bias", False)) and kind != "qwen2"
+    fields["mlp_bias"] = bool(getattr(source, "mlp_bias", False))
+    return AffineAttnConfig(
+        attention=attention,
+        attention_dropout=source.attention_dropout,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        window=_windows(source),
+        **fields,
+    )
+
+
+def _windows(source: PreTrainedConfig) -> int | list[int | None] | None:
+    window, types = getattr(source, "sliding_window", None), getattr(source, "layer_types", None)
+    if window is None or types is None:
+        return window
+    windows = [window if kind == "sliding_attention" else None for kind in types]
+    return windows[0] if len(set(windows)) == 1 else windows
+
+
+def _plain_config(config: AffineAttnConfig) -> PreTrainedConfig:
+    fields: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
+    windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
+    parts = (config.qk_norm, config.qkv_bias, config.attention_bias, config.mlp_bias, windows == {None})
+    match parts:
+        case (False, False, bias, mlp_bias, True):
+            return LlamaConfig(attention_bias=bias, mlp_bias=mlp_bias, **fields)
+        case (False, False, False, False, False) if len(windows) == 1:
+            return MistralConfig(sliding_window=windows.pop(), **fields)
+        case (False, True, False, False, True):
+            return Qwen2Config(use_sliding_window=False, **fields)
+        case (True, False, bias, False, True):
+            return Qwen3Config(attention_bias=bias, use_sliding_window=False, **fields)
+    names = ("qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "no window")
+    present = [name for name, has in zip(names, parts, strict=True) if has]
+    raise ValueError(f"export: no plain model of transformers has exactly these parts: {', '.join(present)}")
+
+
+def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
+    rest = replace(spec, affine=None)
+    if rest != AttentionSpec():
+        raise ValueError(f"start_as_softmax: only the affine stage can start as softmax, got {rest}")
+    # phi(0) is one half, so twice phi is one.
+    return replace(spec, affine=spec.affine and replace(spec.affine, alpha_range=2.0, start=1.0))
+
+
+def _fill(target: PreTrainedModel, source: PreTrainedModel, new: list[str]) -> None:
+    """Copy all tensors, generation settings and the mode; only the ``new`` ones of the target may stay as they are."""
+    target.generation_config = source.generation_config
+    target.train(source.training)
+    given = source.state_dict()
+    _refuse(given.keys() - target.state_dict().keys(), "of the source has no place in the target")
+    _refuse(target.state_dict().keys() - given.keys() - set(new), "of the target is not in the source")
+    target.load_state_dict(given, strict=False)
+
+
+def _refuse(keys: Iterable[str], what: str) -> None:
+    if keys := sorted(keys):
+        raise ValueError(f"convert: {keys[0]} {what}" + (f", and so for {len(keys) - 1} more" if keys[1:] else ""))

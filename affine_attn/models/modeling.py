@@ -1,0 +1,211 @@
+"""The Llama decoder of transformers with ``AttentionLayer`` in place of its attention; all else is inherited."""
+
+# The annotations of transformers are narrower than what its models take and give.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportArgumentType=false
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from affine_attn.core.alpha import AlphaGate
+from affine_attn.core.call import checked_call
+from affine_attn.core.dispatch import attention
+from affine_attn.core.layer import AttentionLayer
+from affine_attn.core.reference import run_with_weights
+from affine_attn.core.rope import rotate
+from affine_attn.core.spec import LogN
+from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.interface import PreparedMask, decoder_mask
+from affine_attn.models.streaming import StreamingCache
+
+
+class AffineAttnAttention(AttentionLayer):
+    """``AttentionLayer`` with the call of a Llama attention: rotary tables, mask and cache come from the model."""
+
+    def __init__(self, config: AffineAttnConfig, layer_idx: int):
+        super().__init__(
+            dim=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            attention=config.spec(layer_idx),
+            qkv_bias=config.qkv_bias or config.attention_bias,
+            out_bias=config.attention_bias,
+            qk_norm=config.qk_norm,
+            rope=None,
+            norm_eps=config.rms_norm_eps,
+            init_std=config.initializer_range,
+            layer_idx=layer_idx,
+        )
+        self.window = config.layer_window(layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: PreparedMask,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        impl: str = "auto",
+        **_,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.project(hidden_states)
+        # transformers repeats the table for both halves of a head.
+        cos, sin = (table[:, None, :, : self.head_dim // 2] for table in position_embeddings)
+        streaming = isinstance(past_key_values, StreamingCache)
+        if not streaming:
+            k = rotate(k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if streaming:
+            # The tables are those of all its keys, whose places change with every call.
+            k = rotate(k, cos, sin)
+        q = rotate(q, cos[:, :, -q.shape[2] :], sin[:, :, -q.shape[2] :])
+        k, v = attention_mask.filled(k, v)
+        stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))
+        weights = None
+        if output_attentions:
+            y, weights = run_with_weights(checked_call(**stages))
+        else:
+            y = attention(**stages, impl=impl)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), weights
+
+
+class AffineAttnDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: AffineAttnConfig, layer_idx: int):
+        # Not LlamaDecoderLayer's: it would fill a second attention with random numbers first.
+        GradientCheckpointingLayer.__init__(self)
+        self.hidden_size = config.hidden_size
+        self.self_attn = AffineAttnAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
+    config: AffineAttnConfig
+    config_class = AffineAttnConfig
+    # One implementation, see AffineAttnConfig; its engines are chosen call by call.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _no_split_modules = ["AffineAttnDecoderLayer"]  # noqa: RUF012 (as in transformers)
+    _keep_in_fp32_modules_strict = ["alpha_ma"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": AffineAttnDecoderLayer,
+        "attentions": AffineAttnAttention,
+    }
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *model_args, output_loading_info: bool = False, **kwargs
+    ) -> Any:
+        """As in transformers, but a layer whose tensors do not fit the config's attention is an error.
+
+        transformers would start what is missing from random numbers, the moving average of alpha from its first value,
+        and drop what it does not know: another attention than the one that was trained.
+        """
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        for problem in ("missing_keys", "unexpected_keys"):
+            if keys := sorted(key for key in info[problem] if "layers." in key):
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                raise ValueError(
+                    f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')} {keys[0]}{more}; the checkpoint "
+                    "does not hold the attention its config names (affine_attn.models.convert changes a model's)"
+                )
+        return (model, info) if output_loading_info else model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers' init functions leave alone what a checkpoint has already filled.
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, AlphaGate):
+            init.normal_(module.w_a, std=std)
+            init.constant_(module.alpha_ma, module.affine.start)
+        elif isinstance(module, AffineAttnAttention):
+            if module.sinks is not None:
+                init.normal_(module.sinks, std=std)
+            if module.logn_scale is not None and isinstance(module.spec.logit, LogN):
+                init.constant_(module.logn_scale, module.spec.logit.start)
+
+
+class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: AffineAttnConfig):
+        # Not LlamaModel's, which would build its own layers first.
+        LlamaPreTrainedModel.__init__(self, config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(AffineAttnDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | PreparedMask | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As LlamaModel's. For packed sequences: position_ids that restart, or document_ids [B, T]."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None:
+            raise ValueError("AffineAttnModel: give input_ids or inputs_embeds")
+        kwargs.setdefault("output_attentions", self.config.output_attentions)
+        if isinstance(past_key_values, StreamingCache):
+            attention_mask, position_ids = None, past_key_values.key_positions(tokens, attention_mask)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=decoder_mask(tokens, attention_mask, past_key_values, position_ids, document_ids),
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+class AffineAttnForCausalLM(AffineAttnPreTrainedModel, LlamaForCausalLM):
+    def __init__(self, config: AffineAttnConfig):
+        # Not LlamaForCausalLM's, which would build a Llama first.
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = AffineAttnModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: AffineAttnConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **_,
+    ) -> PreparedMask:
+        """``generate`` calls it before a compiled forward, so that only tensors of one shape enter that."""
+        return decoder_mask(inputs_embeds, attention_mask, past_key_values)

@@ -1,0 +1,90 @@
+"""Named architectures: those the affine paper trains, and small ones for tests and demos."""
+
+from dataclasses import replace
+from typing import Any
+
+from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.variants import variant
+from affine_attn.models.configuration import AffineAttnConfig
+
+_LLAMA32: dict[str, Any] = {
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+# name -> (training sequence length, what differs from the defaults of AffineAttnConfig)
+PRESETS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen1.5-0.5b": (
+        2048,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32768,
+            "bos_token_id": 151643,
+            "eos_token_id": 151643,
+            "qkv_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "llama3.2-1b": (2048, _LLAMA32 | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}),
+    "llama3.2-3b": (2048, _LLAMA32 | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24}),
+}
+# name: (hidden, layers, query heads, kv heads, vocabulary, training sequence length)
+_SMALL = {
+    "nano": (64, 2, 4, 2, 256, 128),
+    "micro": (128, 4, 4, 2, 49152, 256),
+    "mini": (384, 8, 6, 2, 49152, 512),
+}
+for _name, (_hidden, _layers, _heads, _kv_heads, _vocabulary, _length) in _SMALL.items():
+    PRESETS[_name] = (
+        _length,
+        {
+            "vocab_size": _vocabulary,
+            "hidden_size": _hidden,
+            "intermediate_size": 3 * _hidden,
+            "num_hidden_layers": _layers,
+            "num_attention_heads": _heads,
+            "num_key_value_heads": _kv_heads,
+            "max_position_embeddings": 8192,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    )
+
+
+def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnConfig:
+    """The configuration of a named architecture with a chosen attention; ``changes`` override single fields.
+
+    A variant given by name gets the preset's training sequence length where its formula has one; a spec is taken as is.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
+    length, fields = PRESETS[name]
+    each = attention if isinstance(attention, list | tuple) else [attention]
+    specs = [at_length(variant(entry), length) if isinstance(entry, str) else entry for entry in each]
+    chosen = specs if isinstance(attention, list | tuple) else specs[0]
+    settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | fields | changes
+    return AffineAttnConfig(**settings)
+
+
+def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
+    """The spec for models trained on sequences of this length."""
+    affine = spec.affine and replace(spec.affine, length=length)
+    logit = replace(spec.logit, length=length) if isinstance(spec.logit, LogN) else spec.logit
+    return replace(spec, affine=affine, logit=logit)

@@ -1,0 +1,89 @@
+"""Folders that load without this package: ``from_pretrained(folder, trust_remote_code=True)``.
+
+The file beside the weights is put together from the package's own sources, the dense reference in place of the engines,
+so there is no second implementation to keep in step.
+"""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from types import ModuleType
+
+from transformers import PreTrainedModel
+
+from affine_attn.core import alpha, call, layer, masks, reference, rope, spec, variants
+from affine_attn.models import configuration, interface, modeling, parallel, streaming
+
+MODULE = "modeling_affine_attn"
+_BEFORE_ATTENTION = (spec, rope, masks, variants, call, reference)
+_AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
+# dispatch.py without its engines.
+_ATTENTION = '''
+def attention(*arguments, impl: str = "reference", **named) -> Tensor:
+    """The dense reference; the package affine-attn runs the same on fast kernels."""
+    return run(checked_call(*arguments, **named))
+'''
+
+
+def save_with_code(model: PreTrainedModel, folder: str | Path) -> None:
+    """``save_pretrained`` plus the code that ``trust_remote_code=True`` runs; without that flag nothing of it is."""
+    folder = Path(folder)
+    model.save_pretrained(folder)
+    (folder / f"{MODULE}.py").write_text(modeling_source(), encoding="utf-8")
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["auto_map"] = {
+        "AutoConfig": f"{MODULE}.AffineAttnConfig",
+        "AutoModel": f"{MODULE}.AffineAttnModel",
+        "AutoModelForCausalLM": f"{MODULE}.AffineAttnForCausalLM",
+    }
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def modeling_source() -> str:
+    """One module that needs torch and transformers alone."""
+    imports: list[str] = []
+    bodies: list[str] = []
+    names: dict[str, str] = {}
+    for module in _BEFORE_ATTENTION:
+        _take(module, imports, bodies, names)
+    bodies.append(_ATTENTION)
+    for module in _AFTER_ATTENTION:
+        _take(module, imports, bodies, names)
+    # A name of its own, so that this code and the package can be loaded side by side.
+    name = f'NAME = "{interface.NAME}"'
+    (body,) = (body for body in bodies if name in body)
+    bodies[bodies.index(body)] = body.replace(name, f'NAME = "{interface.NAME}_code"')
+    head = '"""Written by affine-attn from its own sources; Apache-2.0."""\n\n'
+    return head + "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n".join(bodies)
+
+
+def _take(module: ModuleType, imports: list[str], bodies: list[str], names: dict[str, str]) -> None:
+    """Split a module into imports from elsewhere and the rest; names must not meet, all end up in one module."""
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    drop: set[int] = set()
+    for index, node in enumerate(ast.parse(source).body):
+        docstring = index == 0 and isinstance(node, ast.Expr)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            text = ast.unparse(node)
+            if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("affine_attn")):
+                imports.append(text)
+                for alias in node.names:
+                    _claim(alias.asname or alias.name, text, names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            _claim(node.name, module.__name__, names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                _claim(ast.unparse(target), module.__name__, names)
+        if docstring or isinstance(node, ast.Import | ast.ImportFrom):
+            drop.update(range(node.lineno - 1, node.end_lineno or node.lineno))
+    bodies.append("\n".join(line for number, line in enumerate(lines) if number not in drop).strip() + "\n\n")
+
+
+def _claim(name: str, owner: str, names: dict[str, str]) -> None:
+    """The same name imported twice is one thing only where both lines import it from one place."""
+    place = owner.split(" import ")[0]
+    if names.setdefault(name, place) != place:
+        raise ValueError(f"{name} is a name of both {names[name]} and {place}; one of them must be renamed")

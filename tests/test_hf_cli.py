@@ -1,0 +1,94 @@
+"""``affine-attn convert`` and ``affine-attn generate`` on small folders."""
+
+import re
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from affine_attn.cli import app
+from tests.hf import SIZES, tiny_model
+
+runner = CliRunner()
+
+
+def words():
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    words().save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def logits(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)(torch.arange(1, 9)[None]).logits
+
+
+def test_there_and_back(llama, tmp_path):
+    there = run("convert", llama, tmp_path / "there", "--attention", "softmax")
+    assert there.exit_code == 0, there.output
+    assert "0 new tensors" in there.output
+    torch.testing.assert_close(logits(tmp_path / "there"), logits(llama), rtol=0, atol=1e-5)
+    back = run("convert", tmp_path / "there", tmp_path / "back", "--to-plain")
+    assert back.exit_code == 0, back.output
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "back")) is LlamaForCausalLM
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(llama), rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w4").input_ids == [3, 4]
+
+
+def test_a_new_attention_lists_its_tensors(llama, tmp_path):
+    result = run("convert", llama, tmp_path / "affine", "--start-as-softmax", "--with-code")
+    assert result.exit_code == 0, result.output
+    assert "4 new tensors:" in result.output
+    assert "model.layers.1.self_attn.alpha.w_a [4, 32]" in result.output
+    assert (tmp_path / "affine" / "modeling_affine_attn.py").exists()
+    torch.testing.assert_close(logits(tmp_path / "affine"), logits(llama), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", "0.7", "--seed", "3"), ("--recent", "4")])
+def test_generate_streams_text_and_says_how_fast(options, tmp_path):
+    tiny_model("affine").save_pretrained(tmp_path)
+    words().save_pretrained(tmp_path)
+    result = run("generate", tmp_path, "w1 w2 w3", "--max-new-tokens", "9", *options)
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r"\bw\d+\b", result.stdout)) == 9
+    assert re.search(r"9 tokens in .* s, .* tokens/s on cpu", result.stderr)
+    again = run("generate", tmp_path, "w1 w2 w3", "--max-new-tokens", "9", *options)
+    assert again.stdout == result.stdout
+
+
+def test_mistakes_are_answered_in_one_line(llama, tmp_path):
+    tiny_model("affine").save_pretrained(tmp_path / "model")
+    (tmp_path / "damaged").mkdir()
+    for file in llama.iterdir():
+        (tmp_path / "damaged" / file.name).write_bytes(file.read_bytes()[: 200 if "safetensors" in file.name else None])
+    new = tmp_path / "new"
+    for arguments, message in [
+        (("convert", llama, llama), "is not empty; give a new folder"),
+        (("convert", llama, new, "--attention", "afine"), "did you mean 'affine'?"),
+        (("convert", llama, new, "--attention", "sink", "--start-as-softmax"), "only the affine stage can start"),
+        (("convert", llama, new, "--to-plain"), "needs an AffineAttn model"),
+        (("convert", tmp_path / "model", new, "--to-plain"), "only softmax attention exists in plain models"),
+        (("convert", tmp_path / "damaged", new), "holds a damaged safetensors file"),
+        (("generate", tmp_path / "model", "w1"), "has no tokenizer"),
+        (("generate", llama, "w1", "--recent", "4"), "--recent needs an AffineAttn model"),
+        (("generate", llama, ""), "the prompt has no tokens"),
+    ]:
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert len([line for line in result.stderr.splitlines() if "%|" not in line and line]) == 1, result.stderr
+        assert not new.exists()

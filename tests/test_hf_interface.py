@@ -1,0 +1,95 @@
+"""attn_implementation="affine_attn" in models of transformers: masks, sinks, gradients."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig
+
+import affine_attn.models  # noqa: F401 (registers the implementation)
+from affine_attn.models.interface import transformers_attention, transformers_mask
+from tests.hf import SIZES, left_padded
+
+GPT_OSS = GptOssConfig(
+    **(SIZES | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5}),
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)
+
+
+def pair(config):
+    """The same weights, once on the eager path of transformers and once on ours; sinks of plus and minus 8."""
+    torch.manual_seed(3)
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in eager.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.tensor([8.0, -8.0, 0.5, 3.0]))
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation="affine_attn").eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.parametrize("padded", [0, 4])
+def test_gpt_oss_has_the_values_and_gradients_of_its_eager_path(padded):
+    eager, ours = pair(GPT_OSS)
+    tokens, mask = left_padded(length=12, padded=padded)
+    gradients = []
+    for model in (eager, ours):
+        logits = model(tokens, attention_mask=mask).logits[mask.bool()]
+        logits.square().mean().backward()
+        gradients.append({"logits": logits} | {name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(
+            gradients[1][name], expected, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    sinks = gradients[1]["model.layers.0.self_attn.sinks"]
+    assert sinks.abs().min() > 0
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT_OSS, LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=4)],
+    ids=["gpt-oss", "llama", "mistral"],
+)
+def test_generation_is_that_of_the_eager_path(config, cache):
+    eager, ours = pair(config)
+    tokens, mask = left_padded(length=8)
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "disable_compile": True}
+    generated = ours.generate(tokens, cache_implementation=cache, **options)
+    assert torch.equal(generated, eager.generate(tokens, **options))
+
+
+def test_packed_positions_reach_a_foreign_model():
+    _, ours = pair(LlamaConfig(**SIZES))
+    tokens, _ = left_padded(batch=1, length=9, padded=0)
+    positions = torch.cat([torch.arange(n) for n in (4, 5)])[None]
+    packed = ours(tokens, position_ids=positions, use_cache=False).logits
+    separate = torch.cat([ours(part).logits for part in tokens.split([4, 5], 1)], 1)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-4)
+
+
+def test_output_attentions_are_those_of_the_eager_path():
+    eager, ours = pair(GPT_OSS)
+    tokens, mask = left_padded()
+    for w, expected in zip(
+        ours(tokens, mask, output_attentions=True).attentions,
+        eager(tokens, mask, output_attentions=True).attentions,
+        strict=True,
+    ):
+        # Rows of padding see nothing here and everything there.
+        torch.testing.assert_close(w[0, :, 4:], expected[0, :, 4:], rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_does_not_compute_is_refused():
+    q = torch.randn(1, 2, 3, 4)
+    mask = transformers_mask(1, 3, 3)
+    with pytest.raises(ValueError, match="needs the mask its own function makes, got NoneType"):
+        transformers_attention(torch.nn.Module(), q, q, q, None)
+    with pytest.raises(ValueError, match="no dropout and no softcap"):
+        transformers_attention(torch.nn.Module(), q, q, q, mask, dropout=0.1)
+    with pytest.raises(ValueError, match="no custom ones"):
+        transformers_mask(1, 3, 3, use_vmap=True)
+    with pytest.raises(ValueError, match="lets tokens see later ones"):
+        transformers_mask(1, 3, 3, mask_function=lambda b, h, i, j: i >= 0)
