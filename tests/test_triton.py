@@ -126,7 +126,17 @@ def test_far_tiles_are_as_exact_as_near_ones(logit):
 @pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "scale_invariant", "alibi", "logn"])
 @pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "left_padding"])
 def test_statistics(name, mask):
-    spec, shape = SPECS[name], Shape(2, 4, 2, 20, 45, 32)
+    _check_statistics(name, mask, Shape(2, 4, 2, 20, 45, 32))
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["causal", "documents_both_ways"])
+def test_statistics_of_queries_before_the_first_key(mask):
+    _check_statistics("softmax", mask, Shape(2, 4, 2, 12, 7, 32))
+
+
+def _check_statistics(name, mask, shape):
+    spec = SPECS[name]
     mask = MASKS[mask](shape, torch.device("cpu"))
     if spec.logit is not None and not mask.causal:
         pytest.skip("the kernel's distance logits are causal")

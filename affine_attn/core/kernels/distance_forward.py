@@ -203,7 +203,8 @@ def qk_statistics_kernel(
     if HAS_DOCUMENTS:
         m_slot = (o_slot >= 0) & (o_slot < Tk)
         p_document += o_b * Tk
-        b_doc_slot = tl.load(p_document + o_slot, mask=m_slot, other=0)
+        # Ids are slots: a query before the first key has none of them.
+        b_doc_slot = tl.load(p_document + o_slot, mask=m_slot, other=-1)
         start = tl.maximum(start, tl.min(tl.load(p_doc_first + o_b * Tk + o_slot, mask=m_slot, other=2147483647)))
         stop = tl.minimum(stop, tl.max(tl.load(p_doc_last + o_b * Tk + o_slot, mask=m_slot, other=-1)) + 1)
     if HAS_PADDING:
