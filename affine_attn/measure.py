@@ -43,7 +43,7 @@ def side_by_side(
     for _ in range(rounds):
         for name, function in functions.items():
             times[name].append(_run(function, turns[name], device))
-    return {name: _summary(ms, times[baseline]) for name, ms in times.items()}
+    return {name: summary(ms, times[baseline]) for name, ms in times.items()}
 
 
 def _warm_up(function: Callable[[], object], device: torch.device, round_ms: float) -> _Turn:
@@ -80,7 +80,7 @@ def _run(function: Callable[[], object], turn: _Turn, device: torch.device) -> f
     return start.elapsed_time(end) / turn.calls
 
 
-def _summary(ms: list[float], baseline: list[float]) -> Timing:
+def summary(ms: list[float], baseline: list[float]) -> Timing:
     ratio = median(mine / theirs for mine, theirs in zip(ms, baseline, strict=True))
     if len(ms) == 1:
         return Timing(ms[0], ms[0], ms[0], ratio)

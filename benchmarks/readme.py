@@ -37,7 +37,7 @@ def caption(rows: list[Row]) -> str:
 
 
 def tables(rows: list[Row]) -> list[str]:
-    """Training, decoding, epilogue and statistics, those that were measured."""
+    """Training, decoding, generation, epilogue and statistics, those that were measured."""
     parts = []
     if training := _of("forward+backward", rows):
         memory = training[0]["shape"]
@@ -50,6 +50,11 @@ def tables(rows: list[Row]) -> list[str]:
         parts += [
             f"Decoding, ratio to {_baseline(decoding)} (bytes of K and V per second over those of a copy):",
             _table(decoding, _ratio_and_fraction),
+        ]
+    if generation := _of("generation", rows):
+        parts += [
+            f"`generate` with a static cache, cached tokens x batch, ratio to {_baseline(generation)} (ms a token):",
+            _table(generation, _ratio_and_ms),
         ]
     if epilogue := _of("epilogue", rows):
         parts += [

@@ -8,7 +8,7 @@ import torch
 from affine_attn import VARIANTS, attention
 from affine_attn.core.accuracy import Shape
 from affine_attn.measure import side_by_side
-from benchmarks import plot, readme, record, run, steps
+from benchmarks import generation, plot, readme, record, run, steps
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 
@@ -120,3 +120,11 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     pytest.importorskip("matplotlib")
     assert plot.draw(rows, tmp_path / "x.svg")
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
+
+
+def test_generation_times_every_model_without_its_prompt():
+    models = generation.build("nano", ["affine"], torch.device("cpu"))
+    rows = generation.timed(models, batch=1, context=24, tokens=12, rounds=1, shape="nano 24")
+    assert [row["what"] for row in rows] == [generation.BASELINE, "affine"]
+    assert all(row["shape"] == "nano 24 x1" and float(row["ms_p50"]) > 0 for row in rows)
+    assert "nano 24 x1" in "\n".join(readme.tables(rows))
