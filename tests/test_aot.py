@@ -34,6 +34,7 @@ STACK_LIMIT = {("dkdv", 128): 256, ("dkdv", 256): 256, ("decode_split_kernel", 6
 # Epilogue kernels and their constants with every stage switched on, for groups of four; sizes come with the head dim.
 # A name may go on after a colon: the same kernel with other constants.
 STAGES = {"SINK": 2, "HAS_ALPHA": True, "SUMS": 1, "GATE": 2, "CHUNKS": 1, "CHUNK": 4}
+WITHOUT_SUMS = STAGES | {"SUMS": 0, "CHUNK": 1}
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
@@ -42,6 +43,8 @@ EPILOGUE_KERNELS = {
     "epilogue_backward_kernel": STAGES,
     "epilogue_backward_kernel:affine": STAGES
     | {"SINK": 0, "GATE": 0, "SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
+    "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
+    "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
     "add_later_totals_kernel": {"SLICE": fused._TOTAL_COLUMNS},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
@@ -84,9 +87,10 @@ class Build(NamedTuple):
 
 
 def _epilogue_build(name: str, target: Target) -> Build:
-    tile, kernel = fused._TILES[target.head_dim], getattr(epilogue, name.split(":")[0])
+    kernel = getattr(epilogue, name.split(":")[0])
+    tile = (fused._TILES_WITHOUT_SUMS if "no sums" in name else fused._TILES)[target.head_dim]
     sizes = {"HEAD_DIM": target.head_dim, "D": target.head_dim, "T": tile.tokens, "SLICE": tile.columns}
-    sizes |= {"LENGTH": tile.segment, "num_warps": 1} | EPILOGUE_KERNELS[name]
+    sizes |= {"LENGTH": tile.segment, "num_warps": tile.warps} | EPILOGUE_KERNELS[name]
     sizes["SLICE"] = getattr(tile, sizes["SLICE"]) if isinstance(sizes["SLICE"], str) else sizes["SLICE"]
     options = {"num_warps": sizes.pop("num_warps")}
     return Build(name, kernel, {x: sizes[x] for x in sizes if x in kernel.arg_names}, _types(target), options)

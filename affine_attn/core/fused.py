@@ -26,21 +26,30 @@ _ELEMENTWISE = 2
 
 
 class _Tile(NamedTuple):
-    """Tokens and columns one warp has at a time, forward and backward; tokens of a segment, which it walks down."""
+    """Tokens and columns a program has at a time, forward and backward; tokens of a segment, which it walks down."""
 
     tokens: int
     columns: int
     backward_columns: int
     segment: int
+    warps: int
 
 
 # By padded head_dim, timed on an H200 (LOG.md).
 _TILES = {
-    16: _Tile(32, 16, 16, 64),
-    32: _Tile(16, 32, 32, 64),
-    64: _Tile(8, 64, 64, 64),
-    128: _Tile(8, 64, 128, 64),
-    256: _Tile(8, 64, 128, 64),
+    16: _Tile(32, 16, 16, 64, 1),
+    32: _Tile(16, 32, 32, 64, 1),
+    64: _Tile(8, 64, 64, 64, 1),
+    128: _Tile(8, 64, 128, 64, 1),
+    256: _Tile(8, 64, 128, 64, 1),
+}
+# Without sums the heads of a group have nothing in common, and tokens neither: one tile of one head per program.
+_TILES_WITHOUT_SUMS = {
+    16: _Tile(128, 16, 16, 128, 4),
+    32: _Tile(64, 32, 32, 64, 4),
+    64: _Tile(64, 64, 64, 64, 4),
+    128: _Tile(32, 128, 128, 32, 4),
+    256: _Tile(16, 256, 256, 16, 4),
 }
 # Most query heads a program has in flight, and most columns of them: more would not fit its registers.
 _CHUNK, _CHUNK_COLUMNS = 4, 384
@@ -115,21 +124,25 @@ class _Plan(NamedTuple):
     def blocks(self) -> int:
         return -(-self.key_segments // self.block_segments)
 
+    def walkers(self, call: Call) -> int:
+        """Heads that walk: those of k, each with its group, or without sums those of q."""
+        return call.k.shape[1] if self.sums else call.heads
+
     def constants(self, call: Call, columns: int) -> dict[str, int]:
-        group = call.q.shape[1] // call.k.shape[1]
+        group = call.heads // self.walkers(call)
         chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
             "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": call.q.shape[-1],
             "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
-            "num_warps": 1,
+            "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
 def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    tile = _TILES[d]
     restricted = bool(call.mask.tensors) or call.mask.window is not None
     sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
+    tile = (_TILES if sums else _TILES_WITHOUT_SUMS)[d]
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
     n_older = max(0, _ceil(older, tile.segment))
@@ -155,11 +168,11 @@ def finish(call: Call, o: Tensor, z: Tensor) -> Output:
     before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
-    batch, kv_heads = call.k.shape[:2]
-    _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), batch * kv_heads)](
+    walkers = plan.walkers(call)
+    _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), call.q.shape[0] * walkers)](
         o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
         *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
-        kv_heads, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
+        walkers, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
         constant,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
         BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call, plan.tile.columns),
@@ -192,12 +205,12 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
     shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
     weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    _kernels().epilogue_backward_kernel[(plan.query_segments * slices, batch * kv_heads)](
+    _kernels().epilogue_backward_kernel[(plan.query_segments * slices, batch * plan.walkers(call))](
         dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
         dsink, dalpha, dbeta, dgate, dv, weighted,
         *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
         *_strides(dv), *_sink_strides(sink), parts.stride(0),
-        kv_heads, queries, plan.tiles, plan.older, plan.query_segments,
+        plan.walkers(call), queries, plan.tiles, plan.older, plan.query_segments,
         SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate),
         **plan.constants(call, columns),
     )  # fmt: skip
