@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from affine_attn.distill import KINDS, Loss, LossSpec, Teacher, TopK, chunked_loss, next_tokens
 from affine_attn.distill import losses as module
 from affine_attn.distill.losses import chunk_size
+from benchmarks import losses as benchmark
+from benchmarks import record
+from benchmarks.steps import Step
 
 N, V, D, TEACHER_D, K = 23, 41, 8, 6, 5
 SPECS = [
@@ -368,18 +371,32 @@ def test_full_logits_never_exist_and_a_chunk_takes_four_products(spec, cached):
     assert eager.numel == tokens * vocabulary, "the check would see full logits"
 
 
-def test_compiled_passes_give_the_same_without_breaks_and_without_a_graph_per_chunk():
+def test_compiled_passes_give_the_same():
+    hidden, weight, teacher, labels = _inputs()
+    spec, mask = LossSpec("jsd", 2.0, hard=0.5), torch.arange(N) != 4
+    options = {"chunk_bytes": _chunks_of(5), "compiled": True}
+    _assert_same(torch.float32, hidden, weight, teacher, labels, spec, mask, **options)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["teacher", "top_k"])
+def test_one_graph_per_pass_serves_all_chunks(cached, monkeypatch):
+    """Traced, which is where breaks and graphs are counted, and not translated, which takes long."""
     from torch._dynamo.utils import counters
 
+    passes = tuple(torch.compile(function, fullgraph=True, backend="eager") for function in module._PASSES)
+    monkeypatch.setattr(module, "_compiled_passes", lambda: passes)
     torch._dynamo.reset()
     counters.clear()
-    hidden, weight, teacher, labels = _inputs()
-    spec, chunk_bytes = LossSpec("jsd", 2.0, hard=0.5), _chunks_of(5)
-    mask = torch.arange(N) != 4
-    for target in (teacher, _top_k(teacher)):
-        _assert_same(torch.float32, hidden, weight, target, labels, spec, mask, chunk_bytes=chunk_bytes, compiled=True)
-        # Five chunks, the last of which overlaps, and three passes; with a top-k target the gradient in two places.
-        assert counters["stats"]["unique_graphs"] == (3 if target is teacher else 3 + 4)
+    hidden, weight, target, labels = _inputs()
+    target = _top_k(target) if cached else target
+    counted = []
+    # Two chunks, then five and six, whose last ones overlap.
+    for chunk in (12, 5, 4):
+        options = {"chunk_bytes": _chunks_of(chunk), "compiled": True}
+        _assert_same(torch.float32, hidden, weight, target, labels, LossSpec(hard=0.5), torch.arange(N) != 4, **options)
+        counted.append(counters["stats"]["unique_graphs"])
+    # Three passes: once for the first length, once for any other.
+    assert counted == [3, 6, 6]
     assert not counters["graph_break"]
 
 
@@ -470,6 +487,27 @@ dist.destroy_process_group()
 def test_inside_the_forward_of_a_sharded_module():
     result = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+SIZES = {"tokens": 24, "vocabulary": 50, "hidden": 8, "chunk-mib": 1, "rounds": 1, "round-ms": 0.1}
+TINY = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+PRODUCT = {"matmul": Step(lambda: torch.ones(8, 8) @ torch.ones(8, 8), flops=1e3)}
+
+
+def test_the_benchmark_times_ours_and_eager_against_the_floor(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "ceilings", lambda _: PRODUCT)
+    benchmark.main([*TINY, "--output", str(tmp_path / "losses.csv")])
+    rows = record.read(tmp_path / "losses.csv")
+    assert [row["what"] for row in rows[:3]] == [benchmark.FLOOR, "eager torch, full logits", "chunked_loss, 1 MiB"]
+    assert len(rows) >= 6
+    assert all(float(row["ratio"]) > 0 and not row["note"] for row in rows)
+
+
+def test_the_benchmark_refuses_wrong_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "ceilings", lambda _: PRODUCT)
+    monkeypatch.setattr(benchmark, "ours_of", lambda kind, inputs, _: benchmark.eager(kind, inputs) * 1.01)
+    with pytest.raises(SystemExit, match="wrong: gradients differ"):
+        benchmark.main([*TINY, "--output", str(tmp_path / "losses.csv")])
 
 
 @pytest.mark.gpu

@@ -306,17 +306,17 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
     for first in reversed(range(0, tokens, plan.size)):
         start = min(first, tokens - plan.size)
         rows = slice(start, start + plan.size)
-        valid = job.valid[rows]
-        if start < first:
-            valid = valid & (torch.arange(start, start + plan.size, device=valid.device) >= first)
+        # Copies of what is small: compiled code may depend on where in its storage a view starts.
+        valid = job.valid[rows].clone()
+        valid[: first - start] = False
         # Zeros where nothing counts: a NaN there would pass through the product of the head's gradient.
         states = torch.where(valid[:, None], hidden[rows], 0).to(job.dtype)
         torch.mm(states, head.t(), out=logits)
         if teacher_logits is not None:
             torch.mm(job.teacher.hidden[rows], job.teacher.weight.t(), out=teacher_logits)
-        target = teacher_logits if job.top_k is None else job.top_k.log_probs[rows]
-        ids = None if job.top_k is None else job.top_k.ids[rows]
-        labels = None if job.labels is None else job.labels[rows]
+        target = teacher_logits if job.top_k is None else job.top_k.log_probs[rows].clone()
+        ids = None if job.top_k is None else job.top_k.ids[rows].clone()
+        labels = None if job.labels is None else job.labels[rows].clone()
         lse = normalise(logits, target, job.spec)
         part, centre, at_ids = measure(logits, target, ids, labels, valid, lse, job.spec)
         sums += part
@@ -327,7 +327,8 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
             differentiate(logits, target, None, *common)
         else:
             differentiate(logits, None, None, *common)
-            differentiate(at_ids, target, ids, *common)
+            # Small, and a second shape would make the compiled one general.
+            _differentiate(at_ids, target, ids, *common)
             logits.scatter_(1, ids, at_ids)
         if dhidden is not None:
             torch.mm(logits, head, out=dhidden[rows])
