@@ -1,0 +1,1 @@
+"""Distillation pretraining: data, losses, teachers and the trainer."""
