@@ -1,0 +1,439 @@
+"""Distillation losses from hidden states, a chunk of tokens at a time: logits [tokens, vocabulary] never exist.
+
+With student p = softmax(z / T), teacher q = softmax(z' / T) and T the temperature, per token
+
+    forward_kl   T² Σ q (log q - log p)
+    soft_ce      T² Σ q (-log p)             = forward_kl + entropy of q: another value, the same gradient
+    reverse_kl   T² Σ p (log p - log q)
+    jsd          T² (β Σ q (log q - log m) + (1-β) Σ p (log p - log m)),  m = β q + (1-β) p
+    hard         -log softmax(z)[label]      always at temperature one
+
+T² keeps the size of the gradient when the temperature changes. The loss is (1 - hard) kd + hard CE, a mean over tokens.
+
+Gradients are computed in the forward, while the logits of a chunk are there: four products per chunk (logits of student
+and teacher, gradient of hidden states and of the head), and no logits are kept for the backward, which only scales.
+Logits have the dtype of the hidden states, as a model's own; statistics and the sum for the head's gradient are fp32.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+KINDS = ("soft_ce", "forward_kl", "reverse_kl", "jsd")
+IGNORE_INDEX = -100
+CHUNK_BYTES = 256 * 2**20
+# Rows of a tile of a matrix product: chunks are multiples of it where they are that long.
+_TILE = 128
+# For log 0: times a probability of 0 it is 0, where -inf would give NaN.
+_LOG_ZERO = -1e30
+# Kinds, dtypes, with and without labels or gradients: each is a graph, and by default torch gives up after 8.
+_MOST_GRAPHS = 64
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What is minimised: (1 - hard) kd + hard CE. ``beta`` is the teacher's share in m, for jsd alone."""
+
+    kind: str = "soft_ce"
+    temperature: float = 1.0
+    beta: float = 0.5
+    hard: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
+        if not (0 < self.temperature < math.inf):
+            raise ValueError(f"temperature is {self.temperature}; it must be positive and finite")
+        if not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta is {self.beta}; it lies between 0 and 1, whose limits are forward_kl and reverse_kl"
+            )
+        if not 0 <= self.hard <= 1:
+            raise ValueError(f"hard is {self.hard}; it must lie in [0, 1]")
+
+
+class Teacher(NamedTuple):
+    """Soft targets from a teacher's last hidden states [..., D'] and its head [V', D']; never differentiated."""
+
+    hidden: Tensor
+    weight: Tensor
+
+
+class TopK(NamedTuple):
+    """Soft targets from a cache: distinct entries ``ids`` [..., k] and their log-probabilities [..., k].
+
+    The target is the teacher cut to these entries and renormalised, softmax(log_probs / T) over the k, and zero
+    elsewhere; the loss is exact for it. -inf marks an entry that is not used.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+class Loss(NamedTuple):
+    """``loss`` has the gradient. The rest is detached, over the same denominator: loss = (1 - hard) kd + hard CE.
+
+    ``entropy`` is T² times the teacher's: soft_ce - entropy = forward_kl. Parts that do not apply are 0.
+    """
+
+    loss: Tensor
+    kd: Tensor
+    hard: Tensor
+    entropy: Tensor
+    tokens: Tensor  # that count in this call, int64
+
+
+def next_tokens(ids: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Labels of the positions of ``ids`` [..., T]: the token that follows; none follows the last."""
+    return F.pad(ids[..., 1:], (0, 1), value=ignore_index)
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Teacher | TopK | None = None,
+    labels: Tensor | None = None,
+    *,
+    spec: LossSpec = LossSpec(),
+    mask: Tensor | None = None,
+    tokens: int | float | Tensor | None = None,
+    shared: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_bytes: int = CHUNK_BYTES,
+    compiled: bool | None = None,
+) -> Loss:
+    """The loss of a student's last hidden states [..., D] through its head ``weight`` [V, D].
+
+    target: what to distill from; None is plain cross-entropy on the labels.
+    labels: int [...], the token that each row predicts: not shifted here (``next_tokens`` does). The hard loss needs
+        them, and where they are given its value is reported even if it has no share in the loss.
+    mask: bool [...], True = counts. A token counts in all parts or in none: it must be in the mask, and its label,
+        where labels are given, must not be ``ignore_index``. Other tokens have no influence, whatever they hold.
+    tokens: the denominator; by default the tokens that count here. With gradient accumulation or several ranks pass
+        their total, as transformers' ``num_items_in_batch``: the losses of the calls then add up.
+    shared: number of leading vocabulary entries that both tokenizers share. Student and teacher are restricted to them,
+        as if the others did not exist; without it both vocabularies must have the same size.
+    chunk_bytes: most bytes for the logits of a chunk, for the student and for the teacher each.
+    compiled: whether torch.compile fuses the arithmetic between the products; by default on CUDA.
+    """
+    job = _job(hidden, weight, target, labels, spec, mask, shared, ignore_index)
+    tape = torch.is_grad_enabled()
+    needs = (tape and hidden.requires_grad, tape and weight.requires_grad)
+    plan = _Plan(
+        size=chunk_size(job.valid.numel(), job.vocabulary, job.dtype.itemsize, chunk_bytes),
+        compiled=hidden.is_cuda if compiled is None else compiled,
+        needs=needs,
+    )
+    total, sums = _ChunkedLoss.apply(hidden, weight, job, plan)
+    count = job.valid.sum()
+    denominator = count.clamp(min=1) if tokens is None else torch.as_tensor(tokens, device=hidden.device)
+    # Divided here rather than in the chunks: gradients of logits that small would vanish in fp16.
+    kd, hard, entropy = (sums / denominator).unbind()
+    return Loss(total / denominator, kd, hard, entropy, count)
+
+
+def chunk_size(tokens: int, vocabulary: int, itemsize: int, chunk_bytes: int) -> int:
+    """Tokens per chunk: the fewest chunks of at most ``chunk_bytes`` logits, equally long, in whole tiles."""
+    most = max(1, chunk_bytes // (vocabulary * itemsize))
+    tile = _TILE if most >= _TILE else 1
+    most -= most % tile
+    size = math.ceil(tokens / math.ceil(tokens / most))
+    return min(tokens, math.ceil(size / tile) * tile)
+
+
+class _Job(NamedTuple):
+    """Checked and flat: rows are tokens, and the heads have the vocabulary that counts."""
+
+    spec: LossSpec
+    hard: float  # share of the hard loss
+    vocabulary: int
+    dtype: torch.dtype  # of the student's products
+    teacher: Teacher | None
+    top_k: TopK | None
+    labels: Tensor | None
+    valid: Tensor
+
+
+class _Plan(NamedTuple):
+    size: int
+    compiled: bool
+    needs: tuple[bool, bool]  # gradient of hidden states, of the head
+
+
+def _job(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Teacher | TopK | None,
+    labels: Tensor | None,
+    spec: LossSpec,
+    mask: Tensor | None,
+    shared: int | None,
+    ignore_index: int,
+) -> _Job:
+    rows = hidden.shape[:-1]
+    if rows.numel() == 0:
+        raise ValueError(f"hidden has no tokens: its shape is {tuple(hidden.shape)}")
+    dtype = _product_dtype("student", hidden, weight)
+    if target is None and labels is None:
+        raise ValueError("there is nothing to learn from: give a target, labels or both")
+    if target is not None and labels is None and spec.hard > 0:
+        raise ValueError(f"spec.hard is {spec.hard} but no labels are given")
+    expected = {"labels": labels, "mask": mask}
+    if isinstance(target, Teacher):
+        expected["target.hidden"] = target.hidden[..., 0]
+    elif target is not None:
+        if spec.kind == "reverse_kl":
+            raise ValueError("reverse_kl is infinite for a top-k target, which has entries of probability 0")
+        if target.ids.shape != target.log_probs.shape:
+            shapes = f"{tuple(target.ids.shape)} and {tuple(target.log_probs.shape)}"
+            raise ValueError(f"target.ids and target.log_probs must have one shape, got {shapes}")
+        expected["target.ids"] = target.ids[..., 0]
+    for name, tensor in expected.items():
+        if tensor is not None and tensor.shape != rows:
+            raise ValueError(f"{name} is for tokens {tuple(tensor.shape)}, hidden for {tuple(rows)}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True = counts), got {mask.dtype}")
+
+    vocabulary = _shared_vocabulary(weight, target, shared)
+    valid = torch.ones(rows, dtype=torch.bool, device=hidden.device) if mask is None else mask
+    if labels is not None:
+        valid = valid & (labels != ignore_index)
+        # A label to look up in every row: those that do not count are looked up and dropped.
+        labels = labels.long().masked_fill(~valid, 0).flatten()
+        _check_entries("labels", labels, vocabulary)
+    teacher = top_k = None
+    if isinstance(target, Teacher):
+        teacher_dtype = _product_dtype("teacher", *target)
+        states, head = (x.detach().to(teacher_dtype) for x in target)
+        teacher = Teacher(states.flatten(0, -2), head[:vocabulary])
+    elif target is not None:
+        ids = target.ids.long().masked_fill(~valid[..., None], 0)
+        _check_entries("target.ids", ids, vocabulary)
+        top_k = TopK(ids.flatten(0, -2), target.log_probs.detach().flatten(0, -2))
+    return _Job(spec, 1.0 if target is None else spec.hard, vocabulary, dtype, teacher, top_k, labels, valid.flatten())
+
+
+def _product_dtype(who: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer would multiply here."""
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(f"the {who}'s weight is a DTensor; compute the loss inside the forward that gathers it")
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"the {who}'s hidden size is {hidden.shape[-1]}, its head takes {weight.shape[-1]}")
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"the {who}'s hidden states are {hidden.dtype}, its head is {weight.dtype}")
+    return hidden.dtype
+
+
+def _shared_vocabulary(weight: Tensor, target: Teacher | TopK | None, shared: int | None) -> int:
+    sizes = {"student": weight.shape[0]}
+    if isinstance(target, Teacher):
+        sizes["teacher"] = target.weight.shape[0]
+    said = " and ".join(f"the {who} has {size}" for who, size in sizes.items())
+    if shared is None:
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"{said} vocabulary entries: give shared, the number of leading entries that mean the same"
+            )
+        return weight.shape[0]
+    if not 1 <= shared <= min(sizes.values()):
+        raise ValueError(f"shared is {shared}, but {said} vocabulary entries")
+    return shared
+
+
+def _check_entries(name: str, entries: Tensor, vocabulary: int) -> None:
+    allowed = ((entries >= 0) & (entries < vocabulary)).all()
+    message = f"{name} must lie in [0, {vocabulary}), the vocabulary entries that count"
+    if entries.is_cuda:
+        torch._assert_async(allowed, message)  # the host does not wait
+    elif not allowed:
+        raise ValueError(message)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sums over tokens: the loss, and (kd, hard, entropy)."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor, Tensor]:
+        # The dtypes are decided; autocast would round the fp32 sum of the head's gradient at every chunk.
+        with torch.autocast(hidden.device.type, enabled=False):
+            sums, dhidden, dweight = _run(hidden.flatten(0, -2), weight, job, plan)
+        ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype)
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.mark_non_differentiable(sums)
+        return (1 - job.hard) * sums[0] + job.hard * sums[1], sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: Tensor, _: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        dhidden, dweight = ctx.saved_tensors
+        if dhidden is not None:
+            dhidden = _scaled(dhidden, scale, ctx.dtypes[0]).view(ctx.shape)
+        if dweight is not None:
+            dweight = _scaled(dweight, scale, ctx.dtypes[1])
+        return dhidden, dweight, None, None
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Out of place, so that a retained graph stays right; rounded once, without a product in the wider dtype."""
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+
+
+def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sums of the parts, and the gradients of the summed loss that are needed."""
+    tokens, statistics = hidden.shape[0], torch.promote_types(job.dtype, torch.float32)
+    head = weight[: job.vocabulary].to(job.dtype)
+    # The buffers of all chunks; the student's logits become their own gradient.
+    logits = head.new_empty(plan.size, job.vocabulary)
+    teacher_logits = None if job.teacher is None else job.teacher.weight.new_empty(plan.size, job.vocabulary)
+    sums = torch.zeros(3, dtype=statistics, device=hidden.device)
+    dhidden = torch.empty_like(hidden, dtype=job.dtype) if plan.needs[0] else None
+    dweight = None
+    if plan.needs[1]:
+        dweight = torch.empty(weight.shape, dtype=statistics, device=weight.device)
+        dweight[job.vocabulary :] = 0
+    arithmetic = _compiled_arithmetic if plan.compiled else _arithmetic
+    # Every chunk has the same shape, so that one graph serves all: the last one reaches back into the one before it,
+    # and its rows there do not count. From last to first, so that the owner of a row is the last to write its gradient.
+    for first in reversed(range(0, tokens, plan.size)):
+        start = min(first, tokens - plan.size)
+        rows = slice(start, start + plan.size)
+        valid = job.valid[rows]
+        if start < first:
+            valid = valid & (torch.arange(start, start + plan.size, device=valid.device) >= first)
+        # Zeros where nothing counts: a NaN there would pass through the product of the head's gradient.
+        states = torch.where(valid[:, None], hidden[rows], 0).to(job.dtype)
+        torch.mm(states, head.t(), out=logits)
+        if teacher_logits is not None:
+            torch.mm(job.teacher.hidden[rows], job.teacher.weight.t(), out=teacher_logits)
+        top_k = None if job.top_k is None else TopK(job.top_k.ids[rows], job.top_k.log_probs[rows])
+        labels = None if job.labels is None else job.labels[rows]
+        part, entries = arithmetic(logits, teacher_logits, top_k, labels, valid, job.spec, job.hard, any(plan.needs))
+        sums += part
+        if entries is not None:
+            logits.scatter_(1, top_k.ids, entries)
+        if dhidden is not None:
+            torch.mm(logits, head, out=dhidden[rows])
+        if dweight is not None:
+            _add_product(dweight[: job.vocabulary], logits.t(), states, is_first=start + plan.size == tokens)
+    return sums, dhidden, dweight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """total += a @ b, in the precision of the total; the first one need not read it."""
+    beta = 0.0 if is_first else 1.0
+    if a.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+def _arithmetic(
+    logits: Tensor,
+    teacher_logits: Tensor | None,
+    top_k: TopK | None,
+    labels: Tensor | None,
+    valid: Tensor,
+    spec: LossSpec,
+    hard_share: float,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(kd, hard, entropy) summed over the valid rows [C, V]; the gradient of the loss overwrites ``logits``.
+
+    With a top-k target the gradient at its ids is returned instead, to be written there.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z, temperature = logits.to(wide), spec.temperature
+    log_p = _log_softmax(z, temperature)
+    kd = hard = entropy = torch.zeros_like(valid, dtype=wide)
+    gradient = at_ids = None
+    if teacher_logits is not None:
+        log_q = _log_softmax(teacher_logits.to(wide), temperature).clamp(min=_LOG_ZERO)
+        kd, entropy, gradient = _dense(log_p, log_q, spec)
+    elif top_k is not None:
+        log_q = _log_softmax(top_k.log_probs.to(wide), temperature).clamp(min=_LOG_ZERO)
+        kd, entropy, gradient, at_ids = _sparse(log_p, top_k.ids, log_q, spec)
+    # d(T² kd)/dz = T d(kd)/d(z/T).
+    factor = (1 - hard_share) * temperature
+    gradient = 0.0 if gradient is None else factor * gradient
+    at_ids = None if at_ids is None else factor * at_ids
+    if labels is not None:
+        log_p1 = log_p if temperature == 1 else _log_softmax(z)
+        hard = -log_p1.gather(1, labels[:, None])[:, 0]
+        if hard_share > 0:
+            entries = torch.arange(logits.shape[1], device=logits.device)
+            gradient = gradient + hard_share * (log_p1.exp() - (entries == labels[:, None]).to(wide))
+            if at_ids is not None:
+                hit = (top_k.ids == labels[:, None]).to(wide)
+                at_ids = at_ids + hard_share * (log_p1.gather(1, top_k.ids).exp() - hit)
+    if needs_gradient:
+        logits.copy_(torch.where(valid[:, None], gradient, 0.0))
+        at_ids = None if at_ids is None else torch.where(valid[:, None], at_ids, 0.0).to(logits.dtype)
+    rows = torch.stack((temperature**2 * kd, hard, temperature**2 * entropy))
+    return torch.where(valid, rows, 0.0).sum(1), at_ids if needs_gradient else None
+
+
+def _log_softmax(x: Tensor, temperature: float = 1.0) -> Tensor:
+    # Not the library's: with one number per row, what follows from it is cheaper to compute again than to keep.
+    x = x if temperature == 1 else x / temperature
+    return x - x.logsumexp(-1, keepdim=True)
+
+
+def _dense(log_p: Tensor, log_q: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence [C], entropy of q [C], and the divergence's gradient by the logits of p [C, V]."""
+    p, q = log_p.exp(), log_q.exp()
+    entropy = -(q * log_q).sum(-1)
+    if spec.kind == "reverse_kl":
+        difference = log_p - log_q
+        kl = (p * difference).sum(-1)
+        return kl, entropy, p * (difference - kl[:, None])
+    if spec.kind == "jsd":
+        log_m = _log_mixture(p, q, spec.beta)
+        student = (p * (log_p - log_m)).sum(-1)
+        teacher = (q * (log_q - log_m)).sum(-1)
+        gradient = (1 - spec.beta) * p * (log_p - log_m - student[:, None])
+        return spec.beta * teacher + (1 - spec.beta) * student, entropy, gradient
+    kl = (q * (log_q - log_p)).sum(-1)
+    return kl + entropy if spec.kind == "soft_ce" else kl, entropy, p - q
+
+
+def _sparse(log_p: Tensor, ids: Tensor, log_q: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``_dense`` with q [C, K] at the ids and 0 elsewhere; the gradient elsewhere [C, V], and at the ids [C, K]."""
+    everywhere, q = log_p.exp(), log_q.exp()
+    log_p = log_p.gather(1, ids)
+    p = log_p.exp()
+    entropy = -(q * log_q).sum(-1)
+    if spec.kind == "jsd":
+        log_m = _log_mixture(p, q, spec.beta)
+        # Elsewhere m = (1-β) p, so that log p - log m is one number.
+        rest = -math.log(1 - spec.beta)
+        student = rest + (p * (log_p - log_m - rest)).sum(-1)
+        teacher = (q * (log_q - log_m)).sum(-1)
+        gradient = (1 - spec.beta) * everywhere * (rest - student)[:, None]
+        at_ids = (1 - spec.beta) * p * (log_p - log_m - student[:, None])
+        return spec.beta * teacher + (1 - spec.beta) * student, entropy, gradient, at_ids
+    kl = (q * (log_q - log_p)).sum(-1)
+    return kl + entropy if spec.kind == "soft_ce" else kl, entropy, everywhere, p - q
+
+
+def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """log m; where both vanish any finite number will do, since p or q multiplies it."""
+    return (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
+
+
+def _compiled_arithmetic(*arguments) -> tuple[Tensor, Tensor | None]:
+    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+        return _compile()(*arguments)
+
+
+@functools.cache
+def _compile() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_arithmetic, fullgraph=True)
