@@ -91,6 +91,61 @@ def generate(
     Console(stderr=True).print(speed, markup=False, highlight=False)
 
 
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Argument(help="the folder to write; one that was begun with the same settings goes on")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="text files, JSON lines (.jsonl; also .gz, .xz, .bz2, .zst), parquet, folders of those, or a dataset "
+            "of the hub as ID[:CONFIG[:SPLIT]]; none: this Python's standard library"
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="tokenizer.json, a folder with one, or a hub id; default: byte-level BPE trained on the sources"
+        ),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=258, help="of a tokenizer that is trained")] = 4096,
+    text_field: Annotated[
+        str, typer.Option(help="the field of JSON, parquet and datasets that holds the text")
+    ] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help="a line that divides documents in text files; default: a file is a document")
+    ] = None,
+    valid: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="part of the documents held out, chosen by their hash")
+    ] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens after which a shard is closed")] = 1 << 26,
+    end_of_document: Annotated[
+        str | None, typer.Option(help="token put after every document; default: the tokenizer's end of sequence")
+    ] = None,
+    max_files: Annotated[int | None, typer.Option(min=1, help="read only so many files, the first in order")] = None,
+) -> None:
+    """Turn text into token shards for training. Stopped at any moment, the same command goes on where it was."""
+    with _one_line_errors():
+        from affine_attn.distill.prepare import prepare as prepare_shards
+
+        manifest = prepare_shards(
+            out,
+            sources or (),
+            tokenizer=tokenizer,
+            text_field=text_field,
+            separator=separator,
+            valid=valid,
+            shard_tokens=shard_tokens,
+            vocab_size=vocab_size,
+            end_token=end_of_document,
+            max_files=max_files,
+        )
+    counts = (
+        f"{manifest['tokens'][split]:,} {split} tokens in {n:,} documents" for split, n in manifest["documents"].items()
+    )
+    line = f"{out}: {', '.join(counts)}; vocabulary {manifest['vocab_size']}, {manifest['dtype']}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Bad input is answered with a sentence, not with a traceback."""

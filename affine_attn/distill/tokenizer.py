@@ -1,0 +1,94 @@
+"""The tokenizer of a prepared corpus: found, or trained on it, and kept as a folder beside the shards."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("preparing data needs tokenizers: pip install 'affine-attn[models]'") from error
+
+# Of trained tokenizers; a given one has its own.
+END_OF_DOCUMENT = "<|endoftext|>"
+FILE = "tokenizer.json"
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def find_tokenizer(name: str) -> Path:
+    """The tokenizer.json of a folder, of a hub id, or the file itself."""
+    path = Path(name)
+    if path.is_dir() and (path / FILE).exists():
+        return path / FILE
+    if path.is_file():
+        return path
+    if path.exists() or path.is_absolute() or name.startswith("."):
+        raise ValueError(f"{name} is neither a tokenizer.json nor a folder with one")
+    from transformers.utils.hub import cached_file
+
+    # transformers names the id and what to do about it (no such repository, no network) in one sentence.
+    found = [
+        cached_file(name, file, _raise_exceptions_for_missing_entries=file == FILE) for file in (FILE, *COMPANIONS)
+    ]
+    return Path(str(found[0]))
+
+
+def tokenizer_hash(name: str | Path) -> str:
+    """sha256 of a tokenizer.json, as the manifest has it: what a teacher's tokenizer is compared by."""
+    return hashlib.sha256(find_tokenizer(str(name)).read_bytes()).hexdigest()
+
+
+def load_tokenizer(file: Path) -> Tokenizer:
+    """For encoding whole documents: neither cut nor padded, and text that spells a special token stays text."""
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_document(file: Path, token: str | None = None) -> str:
+    """The token put after every document: the one asked for, else the tokenizer's end-of-sequence token."""
+    if token is None:
+        config = file.parent / COMPANIONS[0]
+        given = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.exists() else None
+        token = given["content"] if isinstance(given, dict) else given
+    if token is None:
+        raise ValueError(f"{file} does not say which token ends a document: give --end-of-document")
+    if load_tokenizer(file).token_to_id(token) is None:
+        raise ValueError(f"{token!r} is not a token of {file}, so it cannot end documents")
+    return token
+
+
+def copy_tokenizer(file: Path, folder: Path, eos_token: str) -> None:
+    """tokenizer.json as it is, byte for byte, in a folder that AutoTokenizer loads."""
+    folder.mkdir(parents=True)
+    shutil.copyfile(file, folder / FILE)
+    for name in COMPANIONS:
+        if (file.parent / name).exists():
+            shutil.copyfile(file.parent / name, folder / name)
+    if not (folder / COMPANIONS[0]).exists():
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Byte-level BPE, the same for the same texts, as a folder that AutoTokenizer loads."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise ValueError(f"--vocab-size must be above {len(alphabet)} (every byte and the end), got {vocab_size}")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT).save_pretrained(str(folder))
