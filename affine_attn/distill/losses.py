@@ -300,7 +300,7 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
     if plan.needs[1]:
         dweight = torch.empty(weight.shape, dtype=statistics, device=weight.device)
         dweight[job.vocabulary :] = 0
-    arithmetic = _compiled_arithmetic if plan.compiled else _arithmetic
+    normalise, measure, differentiate = _compiled_passes() if plan.compiled else _PASSES
     # Every chunk has the same shape, so that one graph serves all: the last one reaches back into the one before it,
     # and its rows there do not count. From last to first, so that the owner of a row is the last to write its gradient.
     for first in reversed(range(0, tokens, plan.size)):
@@ -314,12 +314,21 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
         torch.mm(states, head.t(), out=logits)
         if teacher_logits is not None:
             torch.mm(job.teacher.hidden[rows], job.teacher.weight.t(), out=teacher_logits)
-        top_k = None if job.top_k is None else TopK(job.top_k.ids[rows], job.top_k.log_probs[rows])
+        target = teacher_logits if job.top_k is None else job.top_k.log_probs[rows]
+        ids = None if job.top_k is None else job.top_k.ids[rows]
         labels = None if job.labels is None else job.labels[rows]
-        part, entries = arithmetic(logits, teacher_logits, top_k, labels, valid, job.spec, job.hard, any(plan.needs))
+        lse = normalise(logits, target, job.spec)
+        part, centre, at_ids = measure(logits, target, ids, labels, valid, lse, job.spec)
         sums += part
-        if entries is not None:
-            logits.scatter_(1, top_k.ids, entries)
+        if not any(plan.needs):
+            continue
+        common = (labels, valid, lse, centre, job.spec, job.hard)
+        if ids is None:
+            differentiate(logits, target, None, *common)
+        else:
+            differentiate(logits, None, None, *common)
+            differentiate(at_ids, target, ids, *common)
+            logits.scatter_(1, ids, at_ids)
         if dhidden is not None:
             torch.mm(logits, head, out=dhidden[rows])
         if dweight is not None:
@@ -336,92 +345,128 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
-def _arithmetic(
+# What happens between the products, in three passes: normalise, measure, differentiate. Each is a function of its own,
+# so that a compiled one reads the logits and writes numbers per row, or the gradient. Out of one function, the compiler
+# would store intermediate results [C, V] in fp32 from one loop for the next.
+#
+# logits [C, V]; target: the teacher's logits [C, V], or log-probabilities [C, K] of a top-k target at ``ids`` [C, K].
+
+
+class _Normalisers(NamedTuple):
+    """Log-sum-exp of every row [C, 1]."""
+
+    p: Tensor  # of the student's logits over T
+    q: Tensor  # of the target's over T; anything if there is none
+    plain: Tensor  # of the student's at temperature one, for the hard loss
+
+
+def _normalise(logits: Tensor, target: Tensor | None, spec: LossSpec) -> _Normalisers:
+    p = _log_sum_exp(logits, spec.temperature)
+    q = p if target is None else _log_sum_exp(target, spec.temperature)
+    return _Normalisers(p, q, p if spec.temperature == 1 else _log_sum_exp(logits, 1.0))
+
+
+def _measure(
     logits: Tensor,
-    teacher_logits: Tensor | None,
-    top_k: TopK | None,
+    target: Tensor | None,
+    ids: Tensor | None,
     labels: Tensor | None,
     valid: Tensor,
+    lse: _Normalisers,
     spec: LossSpec,
-    hard_share: float,
-    needs_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(kd, hard, entropy) summed over the valid rows [C, V]; the gradient of the loss overwrites ``logits``.
-
-    With a top-k target the gradient at its ids is returned instead, to be written there.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    z, temperature = logits.to(wide), spec.temperature
-    log_p = _log_softmax(z, temperature)
-    kd = hard = entropy = torch.zeros_like(valid, dtype=wide)
-    gradient = at_ids = None
-    if teacher_logits is not None:
-        log_q = _log_softmax(teacher_logits.to(wide), temperature).clamp(min=_LOG_ZERO)
-        kd, entropy, gradient = _dense(log_p, log_q, spec)
-    elif top_k is not None:
-        log_q = _log_softmax(top_k.log_probs.to(wide), temperature).clamp(min=_LOG_ZERO)
-        kd, entropy, gradient, at_ids = _sparse(log_p, top_k.ids, log_q, spec)
-    # d(T² kd)/dz = T d(kd)/d(z/T).
-    factor = (1 - hard_share) * temperature
-    gradient = 0.0 if gradient is None else factor * gradient
-    at_ids = None if at_ids is None else factor * at_ids
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(kd, hard, entropy) summed over the valid rows; the centre of each row's slope; the logits at the ids."""
+    centre = torch.zeros_like(lse.p)
+    kd = hard = entropy = centre[:, 0]
+    elsewhere = None
     if labels is not None:
-        log_p1 = log_p if temperature == 1 else _log_softmax(z)
-        hard = -log_p1.gather(1, labels[:, None])[:, 0]
-        if hard_share > 0:
-            entries = torch.arange(logits.shape[1], device=logits.device)
-            gradient = gradient + hard_share * (log_p1.exp() - (entries == labels[:, None]).to(wide))
-            if at_ids is not None:
-                hit = (top_k.ids == labels[:, None]).to(wide)
-                at_ids = at_ids + hard_share * (log_p1.gather(1, top_k.ids).exp() - hit)
-    if needs_gradient:
-        logits.copy_(torch.where(valid[:, None], gradient, 0.0))
-        at_ids = None if at_ids is None else torch.where(valid[:, None], at_ids, 0.0).to(logits.dtype)
-    rows = torch.stack((temperature**2 * kd, hard, temperature**2 * entropy))
-    return torch.where(valid, rows, 0.0).sum(1), at_ids if needs_gradient else None
+        hard = (lse.plain - logits.gather(1, labels[:, None]))[:, 0]
+    at_ids = None if ids is None else logits.gather(1, ids)
+    if target is not None:
+        log_p = _log_prob(logits if at_ids is None else at_ids, lse.p, spec)
+        if ids is not None:
+            elsewhere = 1 - log_p.exp().sum(1)
+        kd, entropy, centre = _divergence(log_p, _log_prob(target, lse.q, spec), elsewhere, spec)
+    rows = torch.stack((spec.temperature**2 * kd, hard, spec.temperature**2 * entropy))
+    return torch.where(valid, rows, 0.0).sum(1), centre, at_ids
 
 
-def _log_softmax(x: Tensor, temperature: float = 1.0) -> Tensor:
-    # Not the library's: with one number per row, what follows from it is cheaper to compute again than to keep.
-    x = x if temperature == 1 else x / temperature
-    return x - x.logsumexp(-1, keepdim=True)
+def _differentiate(
+    logits: Tensor,
+    target: Tensor | None,
+    ids: Tensor | None,
+    labels: Tensor | None,
+    valid: Tensor,
+    lse: _Normalisers,
+    centre: Tensor,
+    spec: LossSpec,
+    hard: float,
+) -> None:
+    """Overwrites logits with the gradient of the loss; they are those of the entries ``ids``, or of all.
+
+    Without a target: where it has no mass.
+    """
+    gradient = torch.zeros_like(lse.p)
+    if hard < 1:
+        log_q = None if target is None else _log_prob(target, lse.q, spec)
+        # d(T² kd)/dz = T d(kd)/d(z/T).
+        share = (1 - hard) * spec.temperature
+        gradient = gradient + share * _slope(_log_prob(logits, lse.p, spec), log_q, centre, spec)
+    if hard > 0:
+        entries = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
+        p = (_wide(logits) - lse.plain).exp()
+        gradient = gradient + hard * (p - (entries == labels[:, None]).to(p.dtype))
+    logits.copy_(torch.where(valid[:, None], gradient, 0.0))
 
 
-def _dense(log_p: Tensor, log_q: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Divergence [C], entropy of q [C], and the divergence's gradient by the logits of p [C, V]."""
+def _divergence(
+    log_p: Tensor, log_q: Tensor, elsewhere: Tensor | None, spec: LossSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence, entropy of q, and the centre of the slope; ``elsewhere`` is the mass of p at entries not given."""
     p, q = log_p.exp(), log_q.exp()
-    entropy = -(q * log_q).sum(-1)
+    entropy = -(q * log_q).sum(1)
     if spec.kind == "reverse_kl":
-        difference = log_p - log_q
-        kl = (p * difference).sum(-1)
-        return kl, entropy, p * (difference - kl[:, None])
+        kl = (p * (log_p - log_q)).sum(1)
+        return kl, entropy, kl[:, None]
     if spec.kind == "jsd":
         log_m = _log_mixture(p, q, spec.beta)
-        student = (p * (log_p - log_m)).sum(-1)
-        teacher = (q * (log_q - log_m)).sum(-1)
-        gradient = (1 - spec.beta) * p * (log_p - log_m - student[:, None])
-        return spec.beta * teacher + (1 - spec.beta) * student, entropy, gradient
-    kl = (q * (log_q - log_p)).sum(-1)
-    return kl + entropy if spec.kind == "soft_ce" else kl, entropy, p - q
+        student = (p * (log_p - log_m)).sum(1)
+        if elsewhere is not None:
+            student = student - math.log(1 - spec.beta) * elsewhere
+        teacher = (q * (log_q - log_m)).sum(1)
+        return spec.beta * teacher + (1 - spec.beta) * student, entropy, student[:, None]
+    kl = (q * (log_q - log_p)).sum(1)
+    return kl + entropy if spec.kind == "soft_ce" else kl, entropy, torch.zeros_like(kl)[:, None]
 
 
-def _sparse(log_p: Tensor, ids: Tensor, log_q: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``_dense`` with q [C, K] at the ids and 0 elsewhere; the gradient elsewhere [C, V], and at the ids [C, K]."""
-    everywhere, q = log_p.exp(), log_q.exp()
-    log_p = log_p.gather(1, ids)
+def _slope(log_p: Tensor, log_q: Tensor | None, centre: Tensor, spec: LossSpec) -> Tensor:
+    """Gradient of the divergence by the logits of p, at entries with log_q; without, where q is 0.
+
+    The centre is the mean of the log-ratio under p: softmax does not feel a shift of all logits.
+    """
     p = log_p.exp()
-    entropy = -(q * log_q).sum(-1)
-    if spec.kind == "jsd":
-        log_m = _log_mixture(p, q, spec.beta)
-        # Elsewhere m = (1-β) p, so that log p - log m is one number.
-        rest = -math.log(1 - spec.beta)
-        student = rest + (p * (log_p - log_m - rest)).sum(-1)
-        teacher = (q * (log_q - log_m)).sum(-1)
-        gradient = (1 - spec.beta) * everywhere * (rest - student)[:, None]
-        at_ids = (1 - spec.beta) * p * (log_p - log_m - student[:, None])
-        return spec.beta * teacher + (1 - spec.beta) * student, entropy, gradient, at_ids
-    kl = (q * (log_q - log_p)).sum(-1)
-    return kl + entropy if spec.kind == "soft_ce" else kl, entropy, everywhere, p - q
+    if spec.kind in ("soft_ce", "forward_kl"):
+        return p if log_q is None else p - log_q.exp()
+    if log_q is None:
+        log_ratio = -math.log(1 - spec.beta)  # m = (1-β) p
+    else:
+        log_ratio = log_p - (_log_mixture(p, log_q.exp(), spec.beta) if spec.kind == "jsd" else log_q)
+    return (1 - spec.beta if spec.kind == "jsd" else 1.0) * p * (log_ratio - centre)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _log_sum_exp(logits: Tensor, temperature: float) -> Tensor:
+    # Spelt out: the compiler knows this form, and makes one loop of the two.
+    x = _wide(logits) / temperature
+    largest = x.amax(1, keepdim=True)
+    return (x - largest).exp().sum(1, keepdim=True).log() + largest
+
+
+def _log_prob(logits: Tensor, lse: Tensor, spec: LossSpec) -> Tensor:
+    return (_wide(logits) / spec.temperature - lse).clamp(min=_LOG_ZERO)
 
 
 def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
@@ -429,11 +474,20 @@ def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
     return (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
 
 
-def _compiled_arithmetic(*arguments) -> tuple[Tensor, Tensor | None]:
-    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-        return _compile()(*arguments)
+_PASSES = (_normalise, _measure, _differentiate)
 
 
 @functools.cache
-def _compile() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return torch.compile(_arithmetic, fullgraph=True)
+def _compiled_passes() -> tuple[Callable, ...]:
+    return tuple(_compiled(function) for function in _PASSES)
+
+
+def _compiled(function: Callable) -> Callable:
+    compiled = torch.compile(function, fullgraph=True)
+
+    @functools.wraps(function)
+    def call(*arguments):
+        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            return compiled(*arguments)
+
+    return call
