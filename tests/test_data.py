@@ -224,22 +224,22 @@ def test_the_standard_library_is_the_default(tmp_path):
 
 # --- going on after a kill
 
-ARGUMENTS = ("--valid", "0.1", "--shard-tokens", "2000")
+ARGUMENTS = ("--valid", "0.1", "--shard-tokens", "8000")
 
 
-def _killed_after(seconds_after_start: float, command: list[str], out: Path) -> bool:
-    """Kill -9 that long after the first shard is there; True if it was still running."""
+def _killed_at(shard: int, command: list[str], out: Path) -> int:
+    """Kill -9 as soon as that shard is there; the number of shards counted as complete."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (out / shards.PROGRESS).exists():
-        time.sleep(0.002)
-    time.sleep(seconds_after_start)
+    while process.poll() is None and not (out / f"train-{shard:05d}.bin").exists():
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    return process.wait() == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL, "it had ended before"
+    return len(json.loads((out / shards.PROGRESS).read_text())["shards"]["train"])
 
 
 def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path, tokenizer):
-    source = str(_write_jsonl(tmp_path / "corpus.jsonl", _texts(20_000, seed=3)))
+    source = str(_write_jsonl(tmp_path / "corpus.jsonl", _texts(8_000, seed=3)))
     other = str(_write_jsonl(tmp_path / "other.jsonl", _texts(50, seed=4)))
     command = ["prepare", "OUT", source, other, "--tokenizer", tokenizer, *ARGUMENTS]
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -247,24 +247,22 @@ def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path, tokenizer):
     assert result.exit_code == 0, result.output
 
     program = [sys.executable, "-m", "affine_attn.cli", *(str(out) if word == "OUT" else word for word in command)]
-    assert _killed_after(0.05, program, out)
-    first = len(json.loads((out / shards.PROGRESS).read_text())["shards"]["train"])
+    first = _killed_at(3, program, out)
     with pytest.raises(ValueError, match="has not finished: run affine-attn prepare again"):
         TokenShards(out, 8)
-    assert _killed_after(0.4, program, out)
-    second = len(json.loads((out / shards.PROGRESS).read_text())["shards"]["train"])
-    assert first < second < len(read_manifest(whole)["shards"]["train"])
+    second = _killed_at(first + 4, program, out)
+    assert 3 <= first < second < len(read_manifest(whole)["shards"]["train"])
     # Neither other sources nor another tokenizer may go on.
     with pytest.raises(ValueError, match="was begun with 2 sources, not 1"):
-        prepare(out, [source], tokenizer, valid=0.1, shard_tokens=2000)
+        prepare(out, [source], tokenizer, valid=0.1, shard_tokens=8000)
     with pytest.raises(ValueError, match=r"was begun with tokenizer .*; give the same, or a new folder"):
-        prepare(out, [source, other], None, valid=0.1, shard_tokens=2000)
-    manifest = prepare(out, [source, other], tokenizer, valid=0.1, shard_tokens=2000)
+        prepare(out, [source, other], None, valid=0.1, shard_tokens=8000)
+    manifest = prepare(out, [source, other], tokenizer, valid=0.1, shard_tokens=8000)
     assert _files(out) == _files(whole)
     assert manifest == read_manifest(whole)
     # A finished folder is left alone.
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert prepare(out, [source, other], tokenizer, valid=0.1, shard_tokens=2000) == manifest
+    assert prepare(out, [source, other], tokenizer, valid=0.1, shard_tokens=8000) == manifest
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
@@ -312,6 +310,8 @@ def test_refusals(tmp_path, corpus, tokenizer):
             prepare(tmp_path / f"out-{source}", [str(tmp_path / source)], tokenizer)
     with pytest.raises(ValueError, match="has no field 'body', only 'id', 'text'; give --text-field"):
         prepare(tmp_path / "out", [str(corpus)], tokenizer, text_field="body")
+    # With no shard complete there is nothing to refuse for: the right command just works.
+    prepare(tmp_path / "out", [str(corpus)], tokenizer)
     with pytest.raises(ValueError, match=r"mine is not empty \(thesis.txt\) and was not begun by this command"):
         prepare(tmp_path / "mine", [str(corpus)], tokenizer)
     with pytest.raises(ValueError, match=r"is neither a tokenizer.json nor a folder with one"):
@@ -373,11 +373,11 @@ def test_the_model_keeps_documents_apart(prepared):
     """Logits of a packed sequence are those of its documents alone; the loss is the mean over shift_labels."""
     from affine_attn.models import AffineAttnForCausalLM, preset
 
-    item = TokenShards(prepared, 96)[3]
+    item = TokenShards(prepared, 256)[3]
     torch.manual_seed(0)
     model = AffineAttnForCausalLM(preset("nano", "affine", vocab_size=300)).eval()
     out = model(**{name: tensor[None] for name, tensor in item.items()})
-    starts = [*torch.nonzero(item["position_ids"] == 0).flatten().tolist(), 96]
+    starts = [*torch.nonzero(item["position_ids"] == 0).flatten().tolist(), 256]
     assert len(starts) > 3
     for a, b in pairwise(starts):
         torch.testing.assert_close(out.logits[:, a:b], model(item["input_ids"][None, a:b]).logits, rtol=1e-4, atol=1e-5)
@@ -505,6 +505,15 @@ def test_accelerate_deals_out_the_same_sequence():
         assert len(theirs) == 6
 
 
+def test_training_needs_neither_tokenizers_nor_datasets():
+    program = (
+        "import sys; import affine_attn.distill.shards, affine_attn.distill.sampler\n"
+        "print({'datasets', 'pyarrow', 'tokenizers', 'transformers'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
 def test_sampler_refusals():
     with pytest.raises(ValueError, match="some ranks would run out before others"):
         GlobalSampler(10, samples=15, batch_size=2, world=2)
@@ -528,7 +537,7 @@ def test_trainer_resumes_to_the_token(prepared, tmp_path):
     from affine_attn.models import AffineAttnForCausalLM, preset
 
     data = TokenShards(prepared, 512)
-    global_batch, steps = 4, 8
+    global_batch, steps = 4, 9
     assert steps * global_batch > len(data), "the run must cross the end of an epoch"
 
     class Recorded(Trainer):

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import platform
@@ -94,7 +95,8 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
                 import pyarrow
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
-            return cast(BinaryIO, pyarrow.input_stream(raw, compression="zstd"))
+            # Buffered for its lines: pyarrow's own stream has none.
+            return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, pyarrow.input_stream(raw, compression="zstd"))))
     return raw
 
 
@@ -182,7 +184,7 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
 
 def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] (an extra)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} is no file here, and a dataset of the hub needs datasets: pip install 'affine-attn[data]'"

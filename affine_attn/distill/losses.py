@@ -323,7 +323,7 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
         if not any(plan.needs):
             continue
         common = (labels, valid, lse, centre, job.spec, job.hard)
-        if ids is None:
+        if ids is None or at_ids is None:
             differentiate(logits, target, None, *common)
         else:
             differentiate(logits, None, None, *common)

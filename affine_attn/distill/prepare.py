@@ -87,9 +87,12 @@ def prepare(
             manifest = _same(shards.read_json(out / shards.MANIFEST), settings, out)
             (out / shards.PROGRESS).unlink(missing_ok=True)
             return manifest
-        if (out / shards.PROGRESS).exists():
-            state = _same(shards.read_json(out / shards.PROGRESS), settings, out)
-            _place_tokenizer(out)
+        state = shards.read_json(out / shards.PROGRESS) if (out / shards.PROGRESS).exists() else None
+        if state is not None and not state["next"]["number"]:
+            _discard(out)
+            state = None
+        if state is not None:
+            _same(state, settings, out)
             if tokenizer_hash(out / shards.TOKENIZER) != state["tokenizer_sha256"]:
                 raise ValueError(f"{out / shards.TOKENIZER} was changed since this folder was begun; give a new folder")
         else:
@@ -151,15 +154,17 @@ def _begin(out: Path, sources: list[Source], given: Path | None, settings: dict[
         "next": {"number": 0, "source": 0, "document": 0, "position": 0},
     }
     shards.write_json(out / shards.PROGRESS, state)
-    _place_tokenizer(out)
+    # After the progress file: a folder of that name without one is somebody else's.
+    folder.replace(out / shards.TOKENIZER)
     return state
 
 
-def _place_tokenizer(out: Path) -> None:
-    """Its final name comes after the progress file: a folder of that name without one is somebody else's."""
-    temporary = out / f"{shards.TOKENIZER}.tmp"
-    if temporary.exists():
-        temporary.replace(out / shards.TOKENIZER)
+def _discard(out: Path) -> None:
+    """A start without one complete shard, say with a wrong --text-field: nothing to go on from, nothing to keep."""
+    for first_shard in out.glob("*-00000.*"):
+        first_shard.unlink()
+    shutil.rmtree(out / shards.TOKENIZER, ignore_errors=True)
+    (out / shards.PROGRESS).unlink()
 
 
 def _first_characters(sources: list[Source]) -> Iterator[str]:

@@ -58,9 +58,10 @@ def end_of_document(file: Path, token: str | None = None) -> str:
         config = file.parent / COMPANIONS[0]
         given = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.exists() else None
         token = given["content"] if isinstance(given, dict) else given
+    encoder = load_tokenizer(file)
     if token is None:
         raise ValueError(f"{file} does not say which token ends a document: give --end-of-document")
-    if load_tokenizer(file).token_to_id(token) is None:
+    if encoder.token_to_id(token) is None:
         raise ValueError(f"{token!r} is not a token of {file}, so it cannot end documents")
     return token
 
