@@ -146,12 +146,42 @@ def prepare(
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def distill(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="demo, small, paper-0.5b, paper-1b or paper-3b")],
+    assignments: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="what differs from the recipe")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost, train nothing")] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="for --dry-run: how many share the work")] = 1,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="for --dry-run: part of the peak that is reached")
+    ] = 0.4,
+) -> None:
+    """Train a student from scratch against a teacher's soft targets (or on the text alone)."""
+    with _one_line_errors():
+        from affine_attn.distill import estimate
+        from affine_attn.distill.recipes import recipe
+
+        chosen = recipe(name, assignments or ())
+        if dry_run:
+            for line in estimate.dry_run(name, chosen, gpus, mfu):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        from affine_attn.distill.run import run
+
+        folder = run(chosen, output or Path("runs") / name, resume)
+    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Bad input is answered with a sentence, not with a traceback."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         Console(stderr=True).print(str(error).splitlines()[0], style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 

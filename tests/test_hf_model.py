@@ -306,7 +306,13 @@ def test_a_corrupted_file_is_refused(tmp_path):
 
 
 # Public parameter counts of the originals, embeddings counted once.
-ORIGINALS = {"qwen1.5-0.5b": 463_987_712, "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824}
+ORIGINALS = {
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-1.8b": 1_836_828_672,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.1-8b": 8_030_261_248,
+}
 # H * D * layers, the paper's Tables 1 and 2.
 ADDED = {
     ("qwen1.5-0.5b", "affine"): 393_216,

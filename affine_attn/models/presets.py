@@ -1,4 +1,4 @@
-"""Named architectures: those the affine paper trains, and small ones for tests and demos."""
+"""Named architectures: those the affine paper trains, their teachers, and small ones for tests and demos."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,26 +24,38 @@ _LLAMA32: dict[str, Any] = {
         "original_max_position_embeddings": 8192,
     },
 }
+_QWEN15: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "qkv_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
 
 # name -> (training sequence length, what differs from the defaults of AffineAttnConfig)
 PRESETS: dict[str, tuple[int, dict[str, Any]]] = {
-    "qwen1.5-0.5b": (
+    "qwen1.5-0.5b": (2048, _QWEN15 | {"hidden_size": 1024, "intermediate_size": 2816}),
+    "qwen1.5-1.8b": (
         2048,
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 2816,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 32768,
-            "bos_token_id": 151643,
-            "eos_token_id": 151643,
-            "qkv_bias": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
+        _QWEN15 | {"hidden_size": 2048, "intermediate_size": 5504, "tie_word_embeddings": False},
     ),
     "llama3.2-1b": (2048, _LLAMA32 | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}),
     "llama3.2-3b": (2048, _LLAMA32 | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24}),
+    "llama3.1-8b": (
+        2048,
+        _LLAMA32
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "tie_word_embeddings": False,
+            "rope_parameters": _LLAMA32["rope_parameters"] | {"factor": 8.0},
+        },
+    ),
 }
 # name: (hidden, layers, query heads, kv heads, vocabulary, training sequence length)
 _SMALL = {

@@ -1,0 +1,136 @@
+"""What a recipe will cost, by calculation: parameters, FLOPs, memory and time. No weight is allocated."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from affine_attn.distill.losses import CHUNK_BYTES
+from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
+from affine_attn.models import PRESETS, preset
+
+# bf16 without sparsity, H100 and H200.
+PEAK_FLOPS = 989e12
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a decoder: all parameters, those that multiply (the head, not the embedding's look-up), and its shape."""
+
+    parameters: int
+    matmul: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+
+    def forward_flops(self, sequence_length: int) -> int:
+        """Per token, causal attention counted as the half it is."""
+        return 2 * self.matmul + 2 * self.layers * sequence_length * self.heads * self.head_dim
+
+    def training_flops(self, sequence_length: int) -> int:
+        return 3 * self.forward_flops(sequence_length)
+
+
+def size(config: PreTrainedConfig) -> Size:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # A tied head is listed beside the embedding.
+    named = model.named_parameters(remove_duplicate=False)
+    return Size(
+        parameters=model.num_parameters(),
+        matmul=sum(p.numel() for name, p in named if p.dim() == 2 and "embed_tokens" not in name),
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
+
+
+def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
+    """Of the teacher, without the network: a preset's, or that of a folder; None if the recipe has no teacher."""
+    if recipe.teacher is None:
+        return None
+    name = TEACHERS.get(recipe.teacher, recipe.teacher)
+    if name in PRESETS:
+        return preset(name, "softmax")
+    if not Path(name).is_dir():
+        raise ValueError(f"teacher={name} is no folder and no preset: its size is not known without the network")
+    return AutoConfig.from_pretrained(name, local_files_only=True)
+
+
+def flops_per_token(recipe: Recipe, student: Size, teacher: Size | None) -> int:
+    """Training of the student and, where there is one, the teacher's forward; recomputation does not count."""
+    length = recipe.sequence_length
+    return student.training_flops(length) + (teacher.forward_flops(length) if teacher else 0)
+
+
+def memory(recipe: Recipe, student: Size, teacher: Size | None, devices: int) -> dict[str, float]:
+    """Bytes per device: student and optimizer whole (DDP) or in shards (FSDP), the teacher whole, and what a step adds.
+
+    An estimate: activations are counted as what the decoder's layers must keep for their backward.
+    """
+    width = 2 if recipe.dtype == "bfloat16" else 4
+    # fp32: weights, gradients and two moments.
+    training = 16 * student.parameters
+    step = width * _activations(recipe, student) + _loss_buffers(student, teacher, width)
+    teacher_bytes = width * teacher.parameters if teacher else 0
+    return {"DDP": training + teacher_bytes + step, "FSDP": training / devices + teacher_bytes + step}
+
+
+def _activations(recipe: Recipe, s: Size) -> int:
+    """Numbers kept for the backward by the layers of a micro-batch."""
+    tokens = recipe.micro_batch * recipe.sequence_length
+    # Two residuals (fp32: twice as wide), two normed inputs; q, k before and after rotation, v, o; four of the MLP.
+    queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    layer = 6 * s.hidden + 3 * queries + 3 * keys + 4 * s.intermediate
+    kept = s.layers * 2 * s.hidden + layer if recipe.gradient_checkpointing else s.layers * layer
+    return tokens * (kept + 2 * s.hidden)
+
+
+def _loss_buffers(student: Size, teacher: Size | None, width: int) -> int:
+    """Logits of a chunk, the head in the dtype of the products and its gradient in fp32."""
+    return (2 if teacher else 1) * CHUNK_BYTES + (width + 4) * student.vocab * student.hidden
+
+
+def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = 0.4) -> Iterator[str]:
+    """What ``affine-attn distill --dry-run`` prints, line by line."""
+    recipe.accumulation(devices)
+    student, config = size(recipe.student_config), teacher_config(recipe)
+    teacher = None if config is None else size(config)
+    total = flops_per_token(recipe, student, teacher) * recipe.tokens
+    seconds = total / (devices * PEAK_FLOPS * mfu)
+    needed = memory(recipe, student, teacher, devices)
+    yield f"{name}: {(RECIPES[name].__doc__ or '').strip()}"
+    yield f"student     {recipe.student}, {recipe.attention} attention, {student.parameters:,} parameters"
+    if teacher:
+        yield f"teacher     {recipe.teacher}, {teacher.parameters:,} parameters"
+    else:
+        yield "teacher     none: plain pretraining"
+    shape = f"{recipe.steps:,} steps x {recipe.global_batch} sequences x {recipe.sequence_length}"
+    yield f"tokens      {recipe.tokens:,} = {shape}"
+    yield f"FLOPs       {total:.3g}, {total / recipe.tokens:.3g} per token"
+    gib = ", ".join(f"{kind} {value / 2**30:.1f} GiB" for kind, value in needed.items())
+    yield f"memory      per GPU, estimated, at micro_batch={recipe.micro_batch}: {gib}"
+    speed = recipe.tokens / seconds
+    many = f"{devices} GPU{'s' if devices > 1 else ''} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
+    yield f"time        {_duration(seconds)} on {many} at {mfu:.0%} of peak ({speed:,.0f} tokens/s), by calculation"
+    yield f"lr sweep    {', '.join(f'learning_rate={rate:g}' for rate in LEARNING_RATES)} (the ends are the paper's)"
+    ours = recipe.ours()
+    yield "the paper's " + " ".join(f"{key}={value}" for key, value in vars(recipe).items() if key not in ours)
+    yield "ours        " + " ".join(f"{key}={value}" for key, value in ours.items())
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

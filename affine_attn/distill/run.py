@@ -1,0 +1,134 @@
+"""``affine-attn distill``: a recipe carried out in a folder.
+
+The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl``, the checkpoints and, at the end, ``model``:
+the student with the tokenizer of its data, as ``from_pretrained`` reads it.
+"""
+
+import dataclasses
+import json
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from transformers import PreTrainedModel, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+import affine_attn
+from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.shards import TokenShards, write_json
+from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
+from affine_attn.models.convert import load
+
+RECIPE, ENVIRONMENT, MODEL = "recipe.json", "environment.json", "model"
+# They decide how a run is carried out; another value may be given on resuming.
+_FREE = {"micro_batch", "gradient_checkpointing", "save_steps", "keep_checkpoints", "workers"}
+
+
+def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
+    """Train the student of ``recipe`` and return the folder of the finished model."""
+    output = Path(output)
+    args = training_arguments(recipe, output)
+    # All ranks look before the first one writes.
+    checkpoint = _checkpoint(recipe, output, resume)
+    dataset = TokenShards(recipe.data, recipe.sequence_length, documents=recipe.documents)
+    config = recipe.student_config
+    if dataset.manifest["vocab_size"] > config.vocab_size:
+        raise ValueError(
+            f"{recipe.data} has tokens up to {dataset.manifest['vocab_size'] - 1}, the student's vocabulary "
+            f"{config.vocab_size} entries: give vocab_size={dataset.manifest['vocab_size']} or other data"
+        )
+    set_seed(recipe.seed)
+    trainer = DistillTrainer(
+        AffineAttnForCausalLM(config),
+        args,
+        dataset,
+        teacher=_teacher(recipe),
+        loss=recipe.loss_spec,
+        shared=recipe.shared_vocab,
+    )
+    trainer.accelerator.wait_for_everyone()
+    if args.should_save:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / RECIPE, dataclasses.asdict(recipe))
+        write_json(output / ENVIRONMENT, _environment(args, recipe))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(output / MODEL))
+    if args.should_save and dataset.tokenizer.is_dir():
+        shutil.copytree(dataset.tokenizer, output / MODEL, dirs_exist_ok=True)
+    return output / MODEL
+
+
+def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
+    """Trainer's words for a recipe, on the devices there are."""
+    args = TrainingArguments(
+        output_dir=str(output),
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=recipe.micro_batch,
+        max_steps=recipe.steps,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=recipe.beta1,
+        adam_beta2=recipe.beta2,
+        max_grad_norm=recipe.max_grad_norm,
+        lr_scheduler_type="warmup_stable_decay",
+        warmup_steps=recipe.warmup_steps,
+        lr_scheduler_kwargs={"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
+        bf16=recipe.dtype == "bfloat16",
+        gradient_checkpointing=recipe.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        seed=recipe.seed,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.keep_checkpoints,
+        dataloader_num_workers=recipe.workers,
+        logging_steps=1,
+        # Otherwise a loss that is not finite would be logged as the mean of those before it.
+        logging_nan_inf_filter=False,
+        # The batches have shift_labels, which no forward of transformers names.
+        remove_unused_columns=False,
+        average_tokens_across_devices=True,
+        ddp_find_unused_parameters=False,
+        # Of the configuration that is saved; training itself keeps no cache.
+        use_cache=True,
+        report_to="none",
+    )
+    args.gradient_accumulation_steps = recipe.accumulation(args.world_size)
+    return args
+
+
+def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
+    """Where to go on; None is from the start. A folder of another run is refused."""
+    if not (output / RECIPE).exists():
+        return None
+    if not resume:
+        raise ValueError(f"{output} holds a run: give --resume to go on with it, or a new folder")
+    before = json.loads((output / RECIPE).read_text(encoding="utf-8"))
+    for name, value in dataclasses.asdict(recipe).items():
+        if name not in _FREE and before.get(name) != value:
+            raise ValueError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
+    return get_last_checkpoint(str(output))
+
+
+def _teacher(recipe: Recipe) -> PreTrainedModel | None:
+    if recipe.teacher is None:
+        return None
+    dtype = getattr(torch, recipe.dtype)
+    if recipe.teacher in PRESETS:
+        config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
+        return AffineAttnForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
+    return load(recipe.teacher, dtype=dtype)
+
+
+def _environment(args: TrainingArguments, recipe: Recipe) -> dict[str, Any]:
+    versions = {module.__name__: module.__version__ for module in (affine_attn, torch, transformers, accelerate)}
+    gpu = torch.cuda.get_device_name() if args.device.type == "cuda" else platform.machine()
+    return versions | {
+        "python": platform.python_version(),
+        "device": gpu,
+        "processes": args.world_size,
+        "seed": recipe.seed,
+    }

@@ -1,0 +1,300 @@
+"""Recipes, and training by them: on random token shards, with models of a few thousand parameters."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from affine_attn.cli import app
+from affine_attn.core.alpha import alpha_gates
+from affine_attn.distill import estimate, shards
+from affine_attn.distill.losses import chunked_loss
+from affine_attn.distill.recipes import RECIPES, Recipe, recipe
+from affine_attn.distill.run import run, training_arguments
+from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.models import AffineAttnForCausalLM, preset
+
+VOCAB, LENGTH = 64, 16
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
+    folder = tmp_path_factory.mktemp("shards")
+    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(0)
+    for _ in range(120):
+        start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
+        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
+    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
+    shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
+    return folder
+
+
+def tiny(data, **changes) -> Recipe:
+    fields = {
+        "student": "nano",
+        "teacher": None,
+        "vocab_size": VOCAB,
+        "data": str(data),
+        "sequence_length": LENGTH,
+        "global_batch": 4,
+        "micro_batch": 4,
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "decay_steps": 2,
+        "dtype": "float32",
+        "save_steps": 100,
+        "workers": 0,
+    }
+    return Recipe(**(fields | changes))
+
+
+def trainer(chosen: Recipe, output, teacher=None) -> DistillTrainer:
+    torch.manual_seed(chosen.seed)
+    student = AffineAttnForCausalLM(chosen.student_config)
+    dataset = shards.TokenShards(chosen.data, chosen.sequence_length, documents=chosen.documents)
+    args = training_arguments(chosen, output)
+    args.disable_tqdm = True
+    return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec)
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def averages(model) -> torch.Tensor:
+    return torch.stack([gate.alpha_ma for gate in alpha_gates(model)])
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dry_run_needs_no_network(name, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a dry run must not connect"))
+    result = CliRunner().invoke(app, ["distill", name, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    for what in ("parameters", "tokens", "FLOPs", "memory", "time", "ours"):
+        assert what in result.output
+
+
+def test_the_papers_recipes():
+    for name in ("paper-0.5b", "paper-1b", "paper-3b"):
+        chosen = recipe(name)
+        assert chosen.tokens == 9000 * 1024 * 2048
+        assert (chosen.learning_rate, chosen.weight_decay, chosen.warmup_steps) == (1e-3, 0.1, 100)
+        affine = chosen.student_config.spec(0).affine
+        assert (affine.momentum, affine.length) == (0.9, 2048)
+        assert {"beta2", "max_grad_norm", "decay_steps", "temperature"} <= set(chosen.ours())
+        assert not {"student", "attention", "steps", "learning_rate", "rho"} & set(chosen.ours())
+    assert "teacher" in recipe("paper-3b").ours()
+    assert "teacher" not in recipe("paper-1b").ours()
+    assert "steps" in recipe("paper-1b", ["steps=1000"]).ours()
+
+
+def test_flops_are_those_of_the_formula():
+    student = estimate.size(preset("nano", "softmax"))
+    # Two layers: q and o 64 x 64, k and v 64 x 32, three of 64 x 192; the head 64 x 256.
+    matmul = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192) + 64 * 256
+    assert student.matmul == matmul
+    assert student.training_flops(128) == 6 * matmul + 6 * 2 * 128 * 4 * 16
+    both = estimate.flops_per_token(recipe("small", ["sequence_length=128"]), student, student)
+    assert both == student.training_flops(128) * 4 // 3
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["lerning_rate=1"], "no field 'lerning_rate'; did you mean learning_rate"),
+        (["steps"], "'steps' is not of the form field=value"),
+        (["steps=many"], "steps must be an integer, got 'many'"),
+        (["learning_rate=nan"], "learning_rate must be positive"),
+        (["documents=maybe"], "documents must be true or false"),
+        (["dtype=float16"], "dtype must be one of float32, bfloat16"),
+        (["student=nanno"], "student=nanno is no preset; did you mean nano"),
+        (["attention=afine"], "afine"),
+        (["loss=kl"], "kind is 'kl'"),
+        (["rho=1"], "momentum must be in"),
+        (["warmup_steps=290"], "are more than steps=300"),
+        (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=8"),
+        (["teacher=nobody/nothing"], "teacher=nobody/nothing is no folder and no preset"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(assignments, message):
+    result = CliRunner().invoke(app, ["distill", "demo", *assignments, "--dry-run"])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_overrides_are_read_as_the_fields_type():
+    chosen = recipe("demo", ["learning_rate=5e-4", "steps=400", "teacher=none", "documents=False", "loss=jsd"])
+    assert (chosen.learning_rate, chosen.steps, chosen.teacher, chosen.documents) == (5e-4, 400, None, False)
+    with pytest.raises(ValueError, match="there is no recipe 'dmo'; did you mean demo"):
+        recipe("dmo")
+
+
+# Training
+
+
+def test_a_run_from_the_command_line(data, tmp_path):
+    chosen = tiny(data, steps=12)
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(chosen).items()]
+    arguments = ["distill", "demo", *fields, "--output", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[0]["loss"] == pytest.approx(math.log(VOCAB), abs=0.5)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert all(row["grad_norm"] > 0 and row["tokens_per_second"] > 0 for row in rows)
+    # Warmup from 0, stable, linear decay.
+    assert [row["lr"] for row in rows] == pytest.approx([0, 5e-3, *[1e-2] * 9, 5e-3])
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text()) == dataclasses.asdict(chosen)
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["torch"] == torch.__version__
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert student.config.use_cache
+    assert averages(student).min() > 0.2
+    # The forward that returned losses was the trainer's; this one has logits.
+    assert student(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
+
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2
+    assert "holds a run: give --resume" in again.output
+    other = CliRunner().invoke(app, [*arguments, "seed=1", "--resume"])
+    assert "was begun with seed=0, not 1" in other.output
+
+
+def test_the_gradient_norm_is_the_one_before_clipping(data, tmp_path):
+    free, clipped = tmp_path / "free", tmp_path / "clipped"
+    trainer(tiny(data, steps=4, max_grad_norm=0.0), free).train()
+    trainer(tiny(data, steps=4, max_grad_norm=1e-3), clipped).train()
+    # Clipping changes nothing for Adam's first step, whose learning rate is 0 anyway.
+    assert metrics(clipped)[0]["grad_norm"] == metrics(free)[0]["grad_norm"] > 1e-2
+
+
+def teacher_of(data) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+
+
+def test_a_student_follows_its_teacher(data, tmp_path):
+    chosen = tiny(data, steps=12, loss="forward_kl", hard=0.25)
+    teacher = teacher_of(data)
+    with torch.no_grad():
+        # Sharp enough to be worth following.
+        teacher.lm_head.weight.mul_(40)
+    distilled = trainer(chosen, tmp_path, teacher)
+    inputs = distilled.data_collator([distilled.train_dataset[i] for i in range(3)])
+    loss = distilled.compute_loss(distilled.model.eval(), inputs)
+    # The whole logits of both, and the definitions.
+    context = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"]}
+    plain = AffineAttnForCausalLM(chosen.student_config)
+    plain.load_state_dict(distilled.model.state_dict())
+    p = plain.eval()(**context).logits.log_softmax(-1)
+    q = teacher(**context, use_cache=False).logits.log_softmax(-1)
+    valid = inputs["shift_labels"] != -100
+    kl = (q.exp() * (q - p)).sum(-1)[valid].mean()
+    ce = torch.nn.functional.nll_loss(p[valid], inputs["shift_labels"][valid])
+    torch.testing.assert_close(loss, 0.75 * kl + 0.25 * ce)
+
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    distilled.train()
+    rows = metrics(tmp_path)
+    assert rows[-1]["kd"] < 0.8 * rows[0]["kd"]
+    for row in rows:
+        assert row["loss"] == pytest.approx(0.75 * row["kd"] + 0.25 * row["hard"], rel=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert distilled.release()(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
+
+
+def test_a_teacher_with_more_than_a_product_in_its_head_is_refused(data, tmp_path):
+    teacher = teacher_of(data)
+    teacher.lm_head.bias = torch.nn.Parameter(torch.ones(VOCAB))
+    with pytest.raises(ValueError, match="its logits are not the product"):
+        trainer(tiny(data), tmp_path, teacher)
+
+
+def test_micro_batches_are_one_large_batch(data, tmp_path):
+    """Loss, gradients and alpha's average: one commit per optimizer step, whatever the accumulation."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole, cut = trainer(tiny(data, steps=4), one), trainer(tiny(data, steps=4, micro_batch=2), two)
+    assert cut.args.gradient_accumulation_steps == 2
+    seen = []
+    for run_of in (whole, cut):
+        run_of.create_optimizer().register_step_post_hook(lambda *_, t=run_of: seen.append(averages(t.model).clone()))
+        run_of.train()
+    assert len(seen) == 8
+    for a, b in zip(seen[:4], seen[4:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    # 0.9 of what was, 0.1 of a mean near 0.5.
+    torch.testing.assert_close(seen[0], torch.full_like(seen[0], 0.05), rtol=0.1, atol=0)
+    assert (seen[1] - seen[0]).min() > 0.03
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_resumed_run_has_the_losses_of_one_never_stopped(data, tmp_path):
+    chosen = tiny(data, save_steps=2, keep_checkpoints=9, micro_batch=2, teacher="nano", loss="forward_kl")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(chosen, whole)
+    # As a killed process leaves it: one checkpoint, a line too many, one cut in two, a checkpoint not yet complete.
+    run(chosen, cut)
+    for late in ("checkpoint-4", "checkpoint-6"):
+        (cut / late / "trainer_state.json").unlink()
+        (cut / late).rename(cut / f"{late}-gone")
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    (cut / "checkpoint.tmp" / "checkpoint-4").mkdir(parents=True)
+    run(chosen, cut, resume=True)
+    exact = [{key: row[key] for key in ("step", "loss", "kd", "hard", "grad_norm", "lr")} for row in metrics(whole)]
+    assert exact == [{key: row[key] for key in exact[0]} for row in metrics(cut)]
+    assert len(exact) == 6
+    a, b = (AutoModelForCausalLM.from_pretrained(folder / "model").state_dict() for folder in (whole, cut))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not (cut / "checkpoint.tmp").exists()
+    assert (cut / "checkpoint-6" / "trainer_state.json").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_path):
+    stopped = trainer(tiny(data, save_steps=1), tmp_path)
+    compute = stopped.compute_loss
+
+    def broken(model, inputs, **others):
+        return compute(model, inputs, **others) * (math.nan if stopped.state.global_step == 2 else 1)
+
+    stopped.compute_loss = broken
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 3; the last good checkpoint is .*checkpoint-2$"):
+        stopped.train()
+    assert not (tmp_path / "checkpoint-3").exists()
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+
+
+def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
+    run(tiny(data, save_steps=2), tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint-4", "checkpoint-6"]
+    with pytest.raises(
+        ValueError, match="has tokens up to 63, the student's vocabulary 32 entries: give vocab_size=64"
+    ):
+        run(tiny(data, vocab_size=32), tmp_path / "other")
+    with pytest.raises(ValueError, match="affine-attn prepare"):
+        run(tiny(tmp_path / "nowhere"), tmp_path / "other")
+
+
+def test_sequences_come_in_the_order_of_the_global_sampler(data, tmp_path):
+    """Which is that of the seed and the step alone: the loss of step 1 is that of samples 0 to 3."""
+    ordered = trainer(tiny(data), tmp_path)
+    sampler = ordered._get_train_sampler()
+    batch = ordered.data_collator([ordered.train_dataset[i] for i in sampler.order(0, 4).tolist()])
+    hidden = ordered.model.eval().base_model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    loss = chunked_loss(hidden.last_hidden_state, ordered.model.lm_head.weight, labels=batch["shift_labels"]).loss
+    ordered.train()
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
