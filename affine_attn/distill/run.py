@@ -5,6 +5,7 @@ the student with the tokenizer of its data, as ``from_pretrained`` reads it.
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import platform
 import shutil
@@ -17,7 +18,6 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-import affine_attn
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.trainer import DistillTrainer
@@ -124,7 +124,11 @@ def _teacher(recipe: Recipe) -> PreTrainedModel | None:
 
 
 def _environment(args: TrainingArguments, recipe: Recipe) -> dict[str, Any]:
-    versions = {module.__name__: module.__version__ for module in (affine_attn, torch, transformers, accelerate)}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
+    try:
+        versions["affine_attn"] = importlib.metadata.version("affine-attn")
+    except importlib.metadata.PackageNotFoundError:
+        versions["affine_attn"] = "a source tree that is not installed"
     gpu = torch.cuda.get_device_name() if args.device.type == "cuda" else platform.machine()
     return versions | {
         "python": platform.python_version(),

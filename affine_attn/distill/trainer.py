@@ -24,6 +24,11 @@ from affine_attn.distill.shards import TokenShards
 METRICS = "metrics.jsonl"
 _UNFINISHED = "checkpoint.tmp"
 
+# transformers 5.17 reads the optimizer to the device "cpu:0" where ranks are CPU processes; torch knows "cpu" only.
+torch.serialization.register_package(
+    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
 
 class DistillTrainer(Trainer):
     """Trains ``model`` on token shards against ``teacher``, or on the tokens alone where there is none.
