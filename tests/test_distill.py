@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 
 from affine_attn.cli import app
 from affine_attn.core.alpha import alpha_gates
+from affine_attn.core.spec import AttentionSpec
 from affine_attn.distill import estimate, shards
 from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import RECIPES, Recipe, recipe
 from affine_attn.distill.run import run, training_arguments
+from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
 
@@ -114,6 +116,8 @@ def test_flops_are_those_of_the_formula():
     assert student.training_flops(128) == 6 * matmul + 6 * 2 * 128 * 4 * 16
     both = estimate.flops_per_token(recipe("small", ["sequence_length=128"]), student, student)
     assert both == student.training_flops(128) * 4 // 3
+    trained = recipe("small", ["sequence_length=128", "teacher=train"])
+    assert estimate.flops_per_token(trained, student, student) == student.training_flops(128) * 7 // 3
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,7 @@ def test_flops_are_those_of_the_formula():
         (["dtype=float16"], "dtype must be one of float32, bfloat16"),
         (["student=nanno"], "student=nanno is no preset; did you mean nano"),
         (["attention=afine"], "afine"),
+        (["teacher=train:nanno"], "student=nanno is no preset"),
         (["loss=kl"], "kind is 'kl'"),
         (["rho=1"], "momentum must be in"),
         (["warmup_steps=290"], "are more than steps=300"),
@@ -223,6 +228,25 @@ def test_a_student_follows_its_teacher(data, tmp_path):
     assert distilled.release()(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
 
 
+def test_a_teacher_is_trained_first_and_only_once(data, tmp_path):
+    chosen = tiny(data, teacher="train:nano", attention="sink")
+    run(chosen, tmp_path)
+    rows, before = metrics(tmp_path / "teacher"), (tmp_path / "teacher" / "model" / "model.safetensors").stat()
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert "kd" not in rows[0]
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher" / "model")
+    assert teacher.config.spec(0) == AttentionSpec()
+    student = trainer(chosen, tmp_path / "other", teacher)
+    student.train()
+    exact = [row["kd"] for row in metrics(tmp_path / "other")]
+    assert [row["kd"] for row in metrics(tmp_path)] == exact
+    for gone in ("model", "checkpoint-6"):
+        shutil.rmtree(tmp_path / gone)
+    run(chosen, tmp_path, resume=True)
+    assert [row["kd"] for row in metrics(tmp_path)] == exact
+    assert (tmp_path / "teacher" / "model" / "model.safetensors").stat() == before
+
+
 def test_a_teacher_with_more_than_a_product_in_its_head_is_refused(data, tmp_path):
     teacher = teacher_of(data)
     teacher.lm_head.bias = torch.nn.Parameter(torch.ones(VOCAB))
@@ -259,6 +283,7 @@ def test_a_resumed_run_has_the_losses_of_one_never_stopped(data, tmp_path):
     for late in ("checkpoint-4", "checkpoint-6"):
         (cut / late / "trainer_state.json").unlink()
         (cut / late).rename(cut / f"{late}-gone")
+    shutil.rmtree(cut / "model")
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     (cut / "checkpoint.tmp" / "checkpoint-4").mkdir(parents=True)
@@ -343,8 +368,8 @@ def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
 def test_sequences_come_in_the_order_of_the_global_sampler(data, tmp_path):
     """Which is that of the seed and the step alone: the loss of step 1 is that of samples 0 to 3."""
     ordered = trainer(tiny(data), tmp_path)
-    sampler = ordered._get_train_sampler()
-    batch = ordered.data_collator([ordered.train_dataset[i] for i in sampler.order(0, 4).tolist()])
+    order = GlobalSampler(len(ordered.train_dataset), seed=0).order(0, 4)
+    batch = ordered.data_collator([ordered.train_dataset[i] for i in order.tolist()])
     hidden = ordered.model.eval().base_model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     loss = chunked_loss(hidden.last_hidden_state, ordered.model.lm_head.weight, labels=batch["shift_labels"]).loss
     ordered.train()

@@ -59,6 +59,8 @@ def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
     """Of the teacher, without the network: a preset's, or that of a folder; None if the recipe has no teacher."""
     if recipe.teacher is None:
         return None
+    if trained := recipe.teacher_recipe:
+        return trained.student_config
     name = TEACHERS.get(recipe.teacher, recipe.teacher)
     if name in PRESETS:
         return preset(name, "softmax")
@@ -68,9 +70,13 @@ def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
 
 
 def flops_per_token(recipe: Recipe, student: Size, teacher: Size | None) -> int:
-    """Training of the student and, where there is one, the teacher's forward; recomputation does not count."""
+    """Training of the student and the teacher's forward (and training, if it is); recomputation does not count."""
     length = recipe.sequence_length
-    return student.training_flops(length) + (teacher.forward_flops(length) if teacher else 0)
+    total = student.training_flops(length)
+    if teacher:
+        total += teacher.forward_flops(length)
+        total += teacher.training_flops(length) if recipe.teacher_recipe else 0
+    return total
 
 
 def memory(recipe: Recipe, student: Size, teacher: Size | None, devices: int) -> dict[str, float]:

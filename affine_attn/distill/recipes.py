@@ -42,7 +42,8 @@ def _ours(default: Any) -> Any:
 class Recipe:
     """All that decides the numbers of a run."""
 
-    # The models: a preset with a variant; a folder, a hub id or a preset (random weights, to measure speed), or none.
+    # The models: a preset with a variant; and a folder, a hub id, train or train:PRESET (trained first, by the same
+    # recipe), a preset (random weights, to measure speed), or none.
     student: str = _paper("llama3.2-1b", "qwen1.5-0.5b", "llama3.2-3b")
     attention: str = _paper("affine", "softmax", "sink", "gated", "affine_gated", "affine_sigmoid")
     teacher: str | None = _paper("meta-llama/Llama-3.2-3B", "Qwen/Qwen1.5-1.8B")
@@ -81,8 +82,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.student not in PRESETS:
             raise ValueError(f"student={self.student} is no preset{_nearest(self.student, PRESETS)}")
-        # Their own checks: variant, rho, loss, temperature, hard.
-        _ = self.spec, self.loss_spec
+        # Their own checks: variant, rho, loss, temperature, hard, the preset of a teacher.
+        _ = self.spec, self.loss_spec, self.teacher_recipe
         positive = ("sequence_length", "global_batch", "micro_batch", "steps", "learning_rate", "save_steps")
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
@@ -111,6 +112,16 @@ class Recipe:
     def student_config(self) -> AffineAttnConfig:
         changes = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return preset(self.student, self.spec, **changes)
+
+    @property
+    def teacher_recipe(self) -> "Recipe | None":
+        """Of a teacher that is trained first: softmax attention, on the text alone."""
+        kind, _, name = (self.teacher or "").partition(":")
+        if kind != "train":
+            return None
+        vocab_size = self.student_config.vocab_size
+        changes = {"student": name or self.student, "attention": "softmax", "teacher": None, "shared_vocab": None}
+        return dataclasses.replace(self, **changes, vocab_size=vocab_size)
 
     @property
     def loss_spec(self) -> LossSpec:

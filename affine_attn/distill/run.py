@@ -1,7 +1,8 @@
 """``affine-attn distill``: a recipe carried out in a folder.
 
 The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl``, the checkpoints and, at the end, ``model``:
-the student with the tokenizer of its data, as ``from_pretrained`` reads it.
+the student with the tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a
+folder inside, ``teacher``.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
 
-RECIPE, ENVIRONMENT, MODEL = "recipe.json", "environment.json", "model"
+RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {"micro_batch", "gradient_checkpointing", "save_steps", "keep_checkpoints", "workers"}
 
@@ -35,6 +36,8 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     args = training_arguments(recipe, output)
     # All ranks look before the first one writes.
     checkpoint = _checkpoint(recipe, output, resume)
+    if (output / MODEL).exists():
+        return output / MODEL
     dataset = TokenShards(recipe.data, recipe.sequence_length, documents=recipe.documents)
     config = recipe.student_config
     if dataset.manifest["vocab_size"] > config.vocab_size:
@@ -42,12 +45,14 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
             f"{recipe.data} has tokens up to {dataset.manifest['vocab_size'] - 1}, the student's vocabulary "
             f"{config.vocab_size} entries: give vocab_size={dataset.manifest['vocab_size']} or other data"
         )
+    teacher = _teacher(recipe, output)
+    # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(
         AffineAttnForCausalLM(config),
         args,
         dataset,
-        teacher=_teacher(recipe),
+        teacher=teacher,
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
     )
@@ -57,9 +62,13 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         write_json(output / RECIPE, dataclasses.asdict(recipe))
         write_json(output / ENVIRONMENT, _environment(args, recipe))
     trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(str(output / MODEL))
-    if args.should_save and dataset.tokenizer.is_dir():
-        shutil.copytree(dataset.tokenizer, output / MODEL, dirs_exist_ok=True)
+    unfinished = output / f"{MODEL}.tmp"
+    trainer.save_model(str(unfinished))
+    if args.should_save:
+        if dataset.tokenizer.is_dir():
+            shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
+        unfinished.replace(output / MODEL)
+    trainer.accelerator.wait_for_everyone()
     return output / MODEL
 
 
@@ -113,11 +122,15 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     return get_last_checkpoint(str(output))
 
 
-def _teacher(recipe: Recipe) -> PreTrainedModel | None:
+def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
     if recipe.teacher is None:
         return None
     dtype = getattr(torch, recipe.dtype)
+    if trained := recipe.teacher_recipe:
+        # What an earlier call has finished or begun is taken up.
+        return load(run(trained, output / TEACHER, resume=True), dtype=dtype)
     if recipe.teacher in PRESETS:
+        set_seed(recipe.seed)
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
         return AffineAttnForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
     return load(recipe.teacher, dtype=dtype)
