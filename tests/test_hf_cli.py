@@ -92,3 +92,10 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
         assert message in result.stderr
         assert len([line for line in result.stderr.splitlines() if "%|" not in line and line]) == 1, result.stderr
         assert not new.exists()
+
+
+@pytest.mark.parametrize("command", [("generate", "MISSING", "hello"), ("convert", "MISSING", "TARGET")])
+def test_a_folder_that_is_not_there_is_said_so(command, tmp_path):
+    result = run(*(tmp_path / word if word.isupper() else word for word in command))
+    assert result.exit_code == 2
+    assert "there is no folder" in result.output

@@ -118,11 +118,11 @@ class _Plan(NamedTuple):
     @property
     def block_segments(self) -> int:
         """Segments of a block."""
-        return max(_BLOCK // self.tile.segment, -(-self.key_segments // _BLOCKS))
+        return max(_BLOCK // self.tile.segment, _ceil(self.key_segments, _BLOCKS))
 
     @property
     def blocks(self) -> int:
-        return -(-self.key_segments // self.block_segments)
+        return _ceil(self.key_segments, self.block_segments)
 
     def walkers(self, call: Call) -> int:
         """Heads that walk: those of k, each with its group, or without sums those of q."""
@@ -140,8 +140,9 @@ class _Plan(NamedTuple):
 
 def _plan(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
-    restricted = bool(call.mask.tensors) or call.mask.window is not None
-    sums = 0 if call.beta is None else _TABLE if restricted else _RUNNING if call.mask.causal else _WHOLE
+    sums = 0
+    if call.beta is not None:
+        sums = _TABLE if call.mask.restrictions else _RUNNING if call.mask.causal else _WHOLE
     tile = (_TILES if sums else _TILES_WITHOUT_SUMS)[d]
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)

@@ -43,6 +43,11 @@ class Mask:
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
 
+    @property
+    def restrictions(self) -> list[str]:
+        """What hides keys besides causality, by name."""
+        return [*self.tensors, *([] if self.window is None else ["window"])]
+
     def check(self, batch: int, keys: int, device: torch.device) -> None:
         """Raise if a tensor of the mask does not fit q [batch, ...] and k [..., keys, ...]."""
         for name, tensor in self.tensors.items():

@@ -96,6 +96,7 @@ def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
 
 def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
     """Any causal model of transformers; code that comes with a checkpoint is never run."""
+    require_place(path)
     more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
@@ -104,6 +105,13 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
         return AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
     except SafetensorError as error:
         raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
+
+
+def require_place(path: str | Path) -> None:
+    """A path that cannot be a hub id (owner/name) must exist; transformers would call it a malformed id."""
+    text = str(path)
+    if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
+        raise ValueError(f"there is no folder {path}")
 
 
 def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:

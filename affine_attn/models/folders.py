@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, load, stage_keys
+from affine_attn.models.convert import convert, export, load, require_place, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.models.streaming import StreamingCache
@@ -61,6 +61,7 @@ def generate_text(
     recent: int | None = None,
 ) -> str:
     """Print the continuation as it comes; the return value says how fast it came."""
+    require_place(model)
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer")

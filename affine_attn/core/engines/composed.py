@@ -55,8 +55,9 @@ def why_not_beta(call: Call) -> str | None:
         return None
     if fused.why_not(call) is None:
         return visible_sums.why_not(call)
-    restricted = [*call.mask.tensors, *(["window"] if call.mask.window is not None else [])]
-    return f"the epilogue cannot sum the values that mask.{restricted[0]} leaves visible" if restricted else None
+    for name in call.mask.restrictions:
+        return f"the epilogue cannot sum the values that mask.{name} leaves visible"
+    return None
 
 
 def _stages(call: Call) -> ModuleType:
