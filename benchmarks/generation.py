@@ -2,19 +2,24 @@
 
 ``python benchmarks/generation.py`` writes rows of mode "generation" into the device's CSV. Every model is
 transformers' Llama architecture of one preset with random weights: transformers' own with SDPA attention (the
-baseline), and ours with each attention. A time is the difference of two generations that differ in length alone, so
-the prompt is not in it; the models take turns in every round.
+baseline), and ours with each attention. A time is the median between two tokens of one generation, after its first
+few; the models take turns in every round. Settings are processes of their own, which compile at the same time and are
+timed one after another.
 """
 
 import argparse
+import itertools
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -32,24 +37,45 @@ def main() -> None:
     parser.add_argument("--attention", nargs="*", default=["softmax", "affine"], help="variants of ours to time")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32], help="sequences at once")
     parser.add_argument("--contexts", nargs="*", type=int, default=[2048, 8192], help="tokens in the cache at the end")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens of the longer generation")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of a generation")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="CSV to update; default benchmarks/results/<device>.csv")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path = arguments.output or record.results_path(device)
-    models = build(arguments.preset, arguments.attention, device)
-    machine = record.provenance(device)
-    for batch in arguments.batches:
-        for context in arguments.contexts:
-            rows = timed(models, batch, context, arguments.tokens, arguments.rounds, f"{arguments.preset} {context}")
-            for row in rows:
-                console.print(f"{row['shape']}  {row['what']:28}  {row['ms_p50']} ms/token  x {row['ratio']}")
-            # After every setting: an interrupted run keeps what it measured.
-            old = record.read(path) if path.exists() else []
-            record.write(path, record.merged(old, [row | machine for row in rows]))
+    settings = list(itertools.product(arguments.batches, arguments.contexts))
+    spawn = multiprocessing.get_context("spawn")
+    compiled, turn = spawn.Barrier(len(settings)), spawn.Lock()
+    processes = [spawn.Process(target=measure, args=(arguments, *setting, compiled, turn)) for setting in settings]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a setting failed, see above")
     if arguments.output is None:
         readme.main()
+
+
+def measure(arguments: argparse.Namespace, batch: int, context: int, compiled: Barrier, turn: Lock) -> None:
+    """One setting, in its process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = arguments.output or record.results_path(device)
+    try:
+        models = build(arguments.preset, arguments.attention, device)
+        time_once = runner(models, batch, context, arguments.tokens)
+        time_once()
+    except BaseException:
+        # The others must not wait for it.
+        compiled.abort()
+        raise
+    compiled.wait()
+    with turn:
+        rounds = [time_once() for _ in range(arguments.rounds)]
+        rows = rows_of(rounds, f"{arguments.preset} {context} x{batch}")
+        for row in rows:
+            console.print(f"{row['shape']}  {row['what']:28}  {row['ms_p50']} ms/token  x {row['ratio']}")
+        # After every setting: an interrupted run keeps what it measured.
+        old = record.read(path) if path.exists() else []
+        record.write(path, record.merged(old, [row | record.provenance(device) for row in rows]))
 
 
 def build(name: str, attentions: list[str], device: torch.device) -> dict[str, PreTrainedModel]:
@@ -67,26 +93,20 @@ def build(name: str, attentions: list[str], device: torch.device) -> dict[str, P
     return models
 
 
-def timed(
-    models: dict[str, PreTrainedModel], batch: int, context: int, tokens: int, rounds: int, shape: str
-) -> list[record.Row]:
-    """Milliseconds per token of every model, interleaved."""
-    device = next(iter(models.values())).device
-    prompt = torch.randint(0, models[BASELINE].config.vocab_size, (batch, context - tokens), device=device)
-    short = max(1, tokens // 6)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(rounds + 1):
-        for name, model in models.items():
-            long_ms, short_ms = (_generate_ms(model, prompt, n, context) for n in (tokens, short))
-            # The first round compiles.
-            if number:
-                times[name].append((long_ms - short_ms) / (tokens - short))
+def runner(models: dict[str, PreTrainedModel], batch: int, context: int, tokens: int) -> Callable[[], dict[str, float]]:
+    """A function that gives the milliseconds per token of every model; its first call compiles."""
+    vocabulary, device = models[BASELINE].config.vocab_size, models[BASELINE].device
+    prompt = torch.randint(0, vocabulary, (batch, context - tokens), device=device)
+    return lambda: {name: _token_ms(model, prompt, tokens, context) for name, model in models.items()}
+
+
+def rows_of(rounds: list[dict[str, float]], shape: str) -> list[record.Row]:
     rows = []
-    for name, ms in times.items():
-        timing = summary(ms, times[BASELINE])
+    for name in rounds[0]:
+        timing = summary([times[name] for times in rounds], [times[BASELINE] for times in rounds])
         rows.append(
             {
-                "shape": f"{shape} x{batch}",
+                "shape": shape,
                 "what": name,
                 "mode": "generation",
                 "ms_p20": f"{timing.p20:.4f}",
@@ -99,10 +119,21 @@ def timed(
     return rows
 
 
-def _generate_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, context: int) -> float:
-    wait: Callable[[], None] = torch.cuda.synchronize if prompt.is_cuda else lambda: None
-    wait()
-    start = time.perf_counter()
+class Clock(StoppingCriteria):
+    """Never stops; notes when each token is there."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _token_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, context: int) -> float:
+    clock = Clock()
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -110,11 +141,12 @@ def _generate_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, cont
         min_new_tokens=tokens,
         do_sample=False,
         cache_implementation="static",
-        # One cache size for both lengths: the compiled step is the same.
         max_cache_len=context,
+        stopping_criteria=StoppingCriteriaList([clock]),
     )
-    wait()
-    return (time.perf_counter() - start) * 1e3
+    # The first ones warm up; what is compiled is compiled in them.
+    waits = [later - earlier for earlier, later in itertools.pairwise(clock.seconds[tokens // 4 :])]
+    return median(waits) * 1e3
 
 
 if __name__ == "__main__":

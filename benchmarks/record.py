@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = (
     "shape", "what", "engine", "mode", "ms_p20", "ms_p50", "ms_p80", "ratio", "baseline", "gbps", "fraction_of_copy",
-    "tflops", "peak_mib", "error", "note", "device", "torch", "triton", "cudnn", "commit",
+    "tflops", "tokens_per_second", "mfu", "peak_mib", "error", "note", "device", "torch", "triton", "cudnn", "commit",
 )  # fmt: skip
 
 Row = dict[str, str]

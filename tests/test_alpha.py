@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -235,6 +236,22 @@ def test_alpha_is_float32_under_autocast():
     exact = gate(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(gate(x), exact)
+
+
+@pytest.mark.gpu
+def test_on_cuda_autocast_rounds_what_is_multiplied_and_nothing_else():
+    gate, x = _gate().cuda(), torch.randn(2, 300, DIM, device="cuda").requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        alpha = gate(x)
+    weights = torch.randn_like(alpha)
+    gradients = torch.autograd.grad((alpha * weights).sum(), (x, gate.w_a))
+    rounded, w_a = (y.detach().bfloat16().double().requires_grad_() for y in (x, gate.w_a))
+    exact = linear_clipping(F.linear(rounded, w_a)).transpose(1, 2)
+    assert alpha.dtype == torch.float32
+    torch.testing.assert_close(alpha.double(), exact, rtol=0, atol=1e-6)
+    expected = torch.autograd.grad((exact * weights).sum(), (rounded, w_a))
+    for mine, truth in zip(gradients, expected, strict=True):
+        assert (mine - truth).norm() < 0.01 * truth.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

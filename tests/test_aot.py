@@ -38,14 +38,14 @@ WITHOUT_SUMS = STAGES | {"SUMS": 0, "CHUNK": 1}
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
-    "gated_gradient_kernel": {"HAS_ALPHA": True, "T": fused._GATED_ROWS, "num_warps": 4},
     "negate_rows_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "ROWS": fused._ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel": STAGES,
     "epilogue_backward_kernel:affine": STAGES
     | {"SINK": 0, "GATE": 0, "SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
     "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
     "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
-    "add_later_totals_kernel": {"SLICE": fused._TOTAL_COLUMNS},
+    "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 32, "num_warps": 1},
+    "add_seen_by_kernel": {"T": 16, "num_warps": 4},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
 DISTANCE_KERNELS = {
@@ -56,7 +56,7 @@ DISTANCE_KERNELS = {
 }
 # Arguments of epilogue and distance kernels that are neither fp32 pointers nor 32-bit integers.
 IN_INPUT_DTYPE = {
-    *("p_o", "p_v", "p_gate", "p_y", "p_dy", "p_do", "p_dv", "p_dgate"),
+    *("p_o", "p_v", "p_gate", "p_y", "p_dy", "p_do", "p_dv", "p_dgate", "p_weighted"),
     *("p_q", "p_k", "p_out", "p_grad", "p_dq", "p_dk"),
 }
 TYPES = {

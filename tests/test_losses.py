@@ -284,7 +284,8 @@ def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
     expected = torch.autograd.grad(chunked_loss(leaf, weight.clone().requires_grad_(), teacher).loss, leaf)
     monkeypatch.setattr(module, "_add_product", lambda *_, **__: pytest.fail("the head needs no gradient"))
     torch.testing.assert_close(torch.autograd.grad(chunked_loss(leaf, weight, teacher).loss, leaf), expected)
-    monkeypatch.setattr(module, "_PASSES", (*module._PASSES[:2], lambda *_: pytest.fail("no gradient is needed")))
+    fail = lambda *_: pytest.fail("no gradient is needed")  # noqa: E731
+    monkeypatch.setattr(module, "_PASSES", (*module._PASSES[:2], fail, fail))
     with torch.no_grad():
         assert not chunked_loss(leaf, weight.requires_grad_(), teacher).loss.requires_grad
     chunked_loss(hidden, weight.detach(), teacher)
@@ -395,8 +396,8 @@ def test_one_graph_per_pass_serves_all_chunks(cached, monkeypatch):
         options = {"chunk_bytes": _chunks_of(chunk), "compiled": True}
         _assert_same(torch.float32, hidden, weight, target, labels, LossSpec(hard=0.5), torch.arange(N) != 4, **options)
         counted.append(counters["stats"]["unique_graphs"])
-    # Three passes: once for the first length, once for any other.
-    assert counted == [3, 6, 6]
+    # Normalise and finish, or with cached targets three passes: once for the first length, once for any other.
+    assert counted == ([3, 6, 6] if cached else [2, 4, 4])
     assert not counters["graph_break"]
 
 

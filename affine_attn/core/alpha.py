@@ -26,6 +26,38 @@ def linear_clipping(x: Tensor) -> Tensor:
 _PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
 
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x wᵀ with sums and result in fp32.
+
+    On CUDA autocast's 16-bit numbers are what is multiplied, as they are for q_proj: without tensor cores this small
+    product would take as long as all of affine scaling's kernels.
+    """
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        x, w = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (x, w))
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda and x.dtype == w.dtype in _HALF and not hasattr(w, "full_tensor"):
+            return _WideLinear.apply(x, w)
+        return F.linear(x.float(), w.float())
+
+
+class _WideLinear(torch.autograd.Function):
+    """Products of 16-bit numbers with the sums left in fp32, for which aten has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.mm(x.flatten(0, -2), w.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        dy = dy.to(x.dtype)
+        return dy @ w, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 class AlphaGate(nn.Module):
     """alpha = alpha_range * phi(W_a x), one fp32 scalar per token and head, and beta = (alpha_ma - alpha) / N."""
 
@@ -52,9 +84,9 @@ class AlphaGate(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.w_a.float())
-        alpha = self.affine.alpha_range * _PHI[self.affine.phi](logits).transpose(1, 2)
+        logits = _wide_linear(x, self.w_a)
+        # Rows of one head side by side, as the kernels read them.
+        alpha = self.affine.alpha_range * _PHI[self.affine.phi](logits).transpose(1, 2).contiguous()
         if self.training and torch.is_grad_enabled():
             self._accumulate(alpha.detach(), valid)
         return alpha

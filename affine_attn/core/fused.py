@@ -3,12 +3,15 @@
 Forward: one small kernel sums the values before each segment, one kernel writes y. Backward: where a row factor r
 (alpha, a headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock
 backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them;
-a negative r flips the sign of its dy rows in place for the duration of the stock backward. One kernel then does the
-rest, and a small one hands the sums of later segments to dv.
+a negative r flips the sign of its dy rows in place for the duration of the stock backward. The gradients of the stages
+themselves need nothing of it, so their kernel runs on a second stream and fills the multiprocessors that the stock
+backward leaves idle towards its end; only what dv wants is added afterwards.
 """
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -53,11 +56,12 @@ _TILES_WITHOUT_SUMS = {
 }
 # Most query heads a program has in flight, and most columns of them: more would not fit its registers.
 _CHUNK, _CHUNK_COLUMNS = 4, 384
-# Rows of a product with an elementwise gate; rows a sign check covers.
-_GATED_ROWS, _ROWS = 32, 1024
-# Blocks of segments, over which the small kernels walk: tokens at least, number at most, columns of a program.
-_BLOCK, _BLOCKS = 256, 31
-_VALUE_COLUMNS, _TOTAL_COLUMNS = 32, 64
+# Rows that a sign check covers.
+_ROWS = 1024
+# Blocks of segments, over which the sums of values walk: tokens at least, number at most, columns of a program.
+_BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
+# Numbers of dv that a program adds to.
+_DV_ELEMENTS = 2048
 
 
 def _triton_problem() -> str | None:
@@ -144,6 +148,9 @@ def _plan(call: Call) -> _Plan:
     if call.beta is not None:
         sums = _TABLE if call.mask.restrictions else _RUNNING if call.mask.causal else _WHOLE
     tile = (_TILES if sums else _TILES_WITHOUT_SUMS)[d]
+    if sums and call.heads == call.k.shape[1]:
+        # Heads that share no values with others ask for half as much per token.
+        tile = tile._replace(tokens=2 * tile.tokens)
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
     n_older = max(0, _ceil(older, tile.segment))
@@ -186,61 +193,100 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    plan = _plan(call)
     dy = dy if _is_dense(dy) else dy.contiguous()
-    sink = call.sink if isinstance(call.sink, Tensor) else None
-    alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
-    dq, dk, dv = attention_backward(_attention_gradient(call, plan, dy), o, output.saved_lse)
-    batch, heads, queries, head_dim = call.q.shape
-    kv_heads = call.k.shape[1]
-    elementwise = _gate_kind(gate) == _ELEMENTWISE
-    # Gradients of numbers per row: every slice of columns writes its part.
-    # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
-    is_light = not elementwise and sum(x is not None for x in (sink, beta, gate)) == 1
-    columns = plan.tile.backward_columns if is_light else plan.tile.columns
-    slices = plan.d // columns
-    wanted = [sink is not None, alpha is not None, beta is not None, gate is not None and not elementwise]
-    parts = torch.empty(slices, sum(wanted), batch, heads, queries, dtype=torch.float32, device=dy.device)
-    dsink, dalpha, dbeta, dgate = _unpacked(parts[0], wanted)
-    dgate = torch.empty_like(gate) if gate is not None and elementwise else dgate
-    # Sums of beta * gate * dy over the heads of a group: per segment, or per row where a table says who sees whom.
-    shape = output.saved_sums.shape if plan.sums == _TABLE else (batch * kv_heads, plan.query_segments, plan.d)
-    weighted = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    _kernels().epilogue_backward_kernel[(plan.query_segments * slices, batch * plan.walkers(call))](
-        dy, o, output.saved_lse, call.v, output.saved_sums, sink, alpha, beta, gate,
-        dsink, dalpha, dbeta, dgate, dv, weighted,
-        *_strides(dy), *_strides(o), *_strides(call.v), *_strides(gate), *_strides(dgate if elementwise else None),
-        *_strides(dv), *_sink_strides(sink), parts.stride(0),
-        plan.walkers(call), queries, plan.tiles, plan.older, plan.query_segments,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate),
-        **plan.constants(call, columns),
-    )  # fmt: skip
-    if plan.sums == _TABLE:
-        visible_sums.add_seen_by(call, weighted, dv)
-    elif plan.sums == _RUNNING and plan.query_segments > 1:
-        total_columns = min(_TOTAL_COLUMNS, plan.d)
-        blocks = _ceil(plan.query_segments - 1, plan.block_segments)
-        _kernels().add_later_totals_kernel[(blocks * (plan.d // total_columns), batch * kv_heads)](
-            dv, weighted, *_strides(dv), kv_heads, queries, plan.older, plan.query_segments, plan.block_segments,
-            HEAD_DIM=head_dim, D=plan.d, SLICE=total_columns, LENGTH=plan.tile.segment, num_warps=1,
+    rows = _RowGradients(call, dy, o, output)
+    if rows.do is not None:
+        rows.launch()
+        dq, dk, dv = attention_backward(rows.do, o, output.saved_lse)
+    else:
+        _negate_rows(call, rows.plan, dy)
+        beside = _fork(dy.device)
+        dq, dk, dv = attention_backward(dy, o, output.saved_lse)
+        with beside:
+            rows.launch()
+        _negate_rows(call, rows.plan, dy)
+    rows.add_to(dv)
+    return dq, dk, dv, *rows.results()
+
+
+class _RowGradients:
+    """Gradients of sink, alpha, beta and gate, and what dv wants besides the attention's. All buffers come first:
+    what a second stream fills must belong to the first."""
+
+    def __init__(self, call: Call, dy: Tensor, o: Tensor, output: Output):
+        self.call, self.dy, self.o, self.output = call, dy, o, output
+        self.plan = plan = _plan(call)
+        self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
+        self.alpha, self.beta = _rows(call.alpha), _rows(call.beta)
+        gate = call.gate if _gate_kind(call.gate) == _ELEMENTWISE else None
+        # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
+        is_light = gate is None and sum(x is not None for x in (sink, call.beta, call.gate)) == 1
+        self.columns = plan.tile.backward_columns if is_light else plan.tile.columns
+        # Gradients of numbers per row: every slice of columns writes its part.
+        has_row_gate = call.gate is not None and gate is None
+        self.wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
+        batch, heads, queries, head_dim = call.q.shape
+        kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=dy.device)
+        self.parts = new(plan.d // self.columns, sum(self.wanted), batch, heads, queries, dtype=torch.float32)
+        self.dgate = None if gate is None else torch.empty_like(gate)
+        self.do = None if gate is None else torch.empty_like(dy)
+        shape, dtype = (batch, kv_heads, queries, head_dim), torch.float32 if plan.sums == _TABLE else call.v.dtype
+        self.weighted = new(shape, dtype=dtype) if plan.sums in (_RUNNING, _TABLE) else None
+        totals = (batch * kv_heads, plan.query_segments, plan.d)
+        self.totals = new(totals, dtype=torch.float32) if plan.sums in (_RUNNING, _WHOLE) else None
+
+    def launch(self) -> None:
+        call, plan = self.call, self.plan
+        dsink, dalpha, dbeta, dgate = _unpacked(self.parts[0], self.wanted)
+        walkers = plan.walkers(call)
+        grid = (plan.query_segments * (plan.d // self.columns), call.q.shape[0] * walkers)
+        _kernels().epilogue_backward_kernel[grid](
+            self.dy, self.o, self.output.saved_lse, call.v, self.output.saved_sums,
+            self.sink, self.alpha, self.beta, call.gate,
+            dsink, dalpha, dbeta, dgate if self.dgate is None else self.dgate, self.do, self.weighted, self.totals,
+            *_strides(self.dy), *_strides(self.o), *_strides(call.v), *_strides(call.gate), *_strides(self.dgate),
+            *_strides(self.do), *_sink_strides(self.sink), self.parts.stride(0),
+            walkers, call.tq, plan.tiles, plan.older, plan.query_segments,
+            SINK=_sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=_gate_kind(call.gate),
+            **plan.constants(call, self.columns),
         )  # fmt: skip
-    if plan.sums == _WHOLE or (plan.sums == _RUNNING and plan.older > 0):
-        # Keys that every query sees get the whole sum.
-        seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
-        whole = weighted.sum(1).view(batch, kv_heads, 1, -1)[..., :head_dim]
-        dv[:, :, seen_by_all] += whole.to(dv.dtype)
-    if slices > 1 and any(wanted):
+        if self.totals is not None:
+            columns = min(_VALUE_COLUMNS, plan.d)
+            _kernels().totals_from_kernel[(plan.d // columns, self.totals.shape[0])](
+                self.totals, plan.query_segments, D=plan.d, SLICE=columns, ROWS=32, num_warps=1
+            )
+
+    def add_to(self, dv: Tensor) -> None:
+        """What each key and value is seen by."""
+        call, plan = self.call, self.plan
+        batch, kv_heads, _, head_dim = call.v.shape
+        if self.weighted is not None and plan.sums == _TABLE:
+            visible_sums.add_seen_by(call, self.weighted, dv)
+        if plan.sums == _RUNNING:
+            tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
+            _kernels().add_seen_by_kernel[(_ceil(call.tq, tokens), batch * kv_heads)](
+                dv, self.weighted, self.totals, *_strides(dv), kv_heads, call.tq, plan.older, plan.query_segments,
+                HEAD_DIM=head_dim, D=plan.d, T=tokens, LENGTH=plan.tile.segment, num_warps=4,
+            )  # fmt: skip
+        if self.totals is not None and (plan.sums == _WHOLE or plan.older > 0):
+            # Keys that every query sees get the whole sum.
+            seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
+            whole = self.totals[:, 0].view(batch, kv_heads, 1, -1)[..., :head_dim]
+            dv[:, :, seen_by_all] += whole.to(dv.dtype)
+
+    def results(self) -> Gradients:
+        call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
-        dsink, dalpha, dbeta, row_gate = _unpacked(functools.reduce(torch.add, parts), wanted)
-        dgate = dgate if elementwise else row_gate
-    if dsink is not None:
-        dsink = (dsink.sum((0, 2)) if sink.ndim == 1 else dsink).to(sink.dtype)
-    return (
-        dq, dk, dv, dsink,
-        None if dalpha is None else dalpha.to(call.alpha.dtype),
-        None if dbeta is None else dbeta.to(call.beta.dtype),
-        dgate if elementwise or dgate is None else dgate[..., None].to(gate.dtype),
-    )  # fmt: skip
+        summed = functools.reduce(torch.add, self.parts) if any(self.wanted) else self.parts[0]
+        dsink, dalpha, dbeta, dgate = _unpacked(summed, self.wanted)
+        if dsink is not None:
+            dsink = (dsink.sum((0, 2)) if self.sink.ndim == 1 else dsink).to(self.sink.dtype)
+        return (
+            dsink,
+            None if dalpha is None else dalpha.to(call.alpha.dtype),
+            None if dbeta is None else dbeta.to(call.beta.dtype),
+            self.dgate if dgate is None else dgate[..., None].to(call.gate.dtype),
+        )
 
 
 def _unpacked(stacked: Tensor, wanted: list[bool]) -> list[Tensor | None]:
@@ -249,27 +295,38 @@ def _unpacked(stacked: Tensor, wanted: list[bool]) -> list[Tensor | None]:
     return [next(rows) if is_wanted else None for is_wanted in wanted]
 
 
-def _attention_gradient(call: Call, plan: _Plan, dy: Tensor) -> Tensor:
-    """What the attention's backward takes for dy: a product with an elementwise gate, or dy with rows negated in place.
-
-    The kernel that follows the attention's backward restores those rows.
-    """
+def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
+    """Negate in place the rows of dy with a negative factor; twice is never."""
     alpha, gate = _rows(call.alpha), call.gate
+    if alpha is None and gate is None:
+        return
     batch, heads, queries, head_dim = dy.shape
-    if _gate_kind(gate) == _ELEMENTWISE:
-        do = torch.empty_like(dy)
-        _kernels().gated_gradient_kernel[(_ceil(queries, _GATED_ROWS), batch * heads)](
-            dy, alpha, gate, do, *_strides(dy), *_strides(gate), *_strides(do), heads, queries,
-            HAS_ALPHA=alpha is not None, HEAD_DIM=head_dim, D=plan.d, T=_GATED_ROWS, num_warps=4,
-        )  # fmt: skip
-        return do
-    if alpha is not None or gate is not None:
-        _kernels().negate_rows_kernel[(_ceil(queries, _ROWS), batch * heads)](
-            dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
-            HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-            HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
-        )  # fmt: skip
-    return dy
+    _kernels().negate_rows_kernel[(_ceil(queries, _ROWS), batch * heads)](
+        dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
+        HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
+        HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
+    )  # fmt: skip
+
+
+def _fork(device: torch.device) -> AbstractContextManager:
+    """Launches inside it may run beside what the current stream gets between this call and the context's end."""
+    if device.type != "cuda":
+        return nullcontext()
+    return _beside(torch.cuda.current_stream(device), torch.cuda.current_stream(device).record_event())
+
+
+@contextmanager
+def _beside(main: torch.cuda.Stream, start: Any) -> Iterator[None]:
+    side = _side_stream(main.device)
+    side.wait_event(start)
+    with torch.cuda.stream(side):
+        yield
+    main.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def fake_sums(call: Call) -> Tensor:

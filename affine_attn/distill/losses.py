@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 
 KINDS = ("soft_ce", "forward_kl", "reverse_kl", "jsd")
 IGNORE_INDEX = -100
-CHUNK_BYTES = 256 * 2**20
+# Of a chunk's logits. The sum of the head's gradient is read and written once per chunk, so small ones cost time.
+CHUNK_BYTES = 2**29
 # Rows of a tile of a matrix product: chunks are multiples of it where they are that long.
 _TILE = 128
 # For log 0: times a probability of 0 it is 0, where -inf would give NaN.
@@ -291,7 +292,7 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
     """Sums of the parts, and the gradients of the summed loss that are needed."""
     tokens, statistics = hidden.shape[0], torch.promote_types(job.dtype, torch.float32)
     head = weight[: job.vocabulary].to(job.dtype)
-    # The buffers of all chunks; the student's logits become their own gradient.
+    # The buffers of all chunks.
     logits = head.new_empty(plan.size, job.vocabulary)
     teacher_logits = None if job.teacher is None else job.teacher.weight.new_empty(plan.size, job.vocabulary)
     sums = torch.zeros(3, dtype=statistics, device=hidden.device)
@@ -300,7 +301,7 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
     if plan.needs[1]:
         dweight = torch.empty(weight.shape, dtype=statistics, device=weight.device)
         dweight[job.vocabulary :] = 0
-    normalise, measure, differentiate = _compiled_passes() if plan.compiled else _PASSES
+    normalise, measure, differentiate, finish = _compiled_passes() if plan.compiled else _PASSES
     # Every chunk has the same shape, so that one graph serves all: the last one reaches back into the one before it,
     # and its rows there do not count. From last to first, so that the owner of a row is the last to write its gradient.
     for first in reversed(range(0, tokens, plan.size)):
@@ -318,22 +319,23 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
         ids = None if job.top_k is None else job.top_k.ids[rows].clone()
         labels = None if job.labels is None else job.labels[rows].clone()
         lse = normalise(logits, target, job.spec)
-        part, centre, at_ids = measure(logits, target, ids, labels, valid, lse, job.spec)
-        sums += part
-        if not any(plan.needs):
-            continue
-        common = (labels, valid, lse, centre, job.spec, job.hard)
-        if ids is None or at_ids is None:
-            differentiate(logits, target, None, *common)
+        if any(plan.needs) and ids is None and job.spec.kind in _CENTRED:
+            part, gradient = finish(logits, target, labels, valid, lse, job.spec, job.hard)
+            sums += part
         else:
-            differentiate(logits, None, None, *common)
-            # Small, and a second shape would make the compiled one general.
-            _differentiate(at_ids, target, ids, *common)
-            logits.scatter_(1, ids, at_ids)
+            part, centre, at_ids = measure(logits, target, ids, labels, valid, lse, job.spec)
+            sums += part
+            if not any(plan.needs):
+                continue
+            common = (labels, valid, lse, centre, job.spec, job.hard)
+            gradient = differentiate(logits, target if ids is None else None, None, *common)
+            if ids is not None and at_ids is not None:
+                # Small, and a second shape would make the compiled one general.
+                gradient.scatter_(1, ids, _differentiate(at_ids, target, ids, *common))
         if dhidden is not None:
-            torch.mm(logits, head, out=dhidden[rows])
+            torch.mm(gradient, head, out=dhidden[rows])
         if dweight is not None:
-            _add_product(dweight[: job.vocabulary], logits.t(), states, is_first=start + plan.size == tokens)
+            _add_product(dweight[: job.vocabulary], gradient.t(), states, is_first=start + plan.size == tokens)
     return sums, dhidden, dweight
 
 
@@ -402,11 +404,9 @@ def _differentiate(
     centre: Tensor,
     spec: LossSpec,
     hard: float,
-) -> None:
-    """Overwrites logits with the gradient of the loss; they are those of the entries ``ids``, or of all.
-
-    Without a target: where it has no mass.
-    """
+) -> Tensor:
+    """Gradient of the loss by logits, which are those of the entries ``ids`` or of all. Without a target: where it has
+    no mass."""
     gradient = torch.zeros_like(lse.p)
     if hard < 1:
         log_q = None if target is None else _log_prob(target, lse.q, spec)
@@ -417,7 +417,21 @@ def _differentiate(
         entries = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
         p = (_wide(logits) - lse.plain).exp()
         gradient = gradient + hard * (p - (entries == labels[:, None]).to(p.dtype))
-    logits.copy_(torch.where(valid[:, None], gradient, 0.0))
+    return torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def _finish(
+    logits: Tensor,
+    target: Tensor | None,
+    labels: Tensor | None,
+    valid: Tensor,
+    lse: _Normalisers,
+    spec: LossSpec,
+    hard: float,
+) -> tuple[Tensor, Tensor]:
+    """Measure and differentiate in one pass, which a slope allows whose centre is known to be 0."""
+    part, centre, _ = _measure(logits, target, None, labels, valid, lse, spec)
+    return part, _differentiate(logits, target, None, labels, valid, lse, centre, spec, hard)
 
 
 def _divergence(
@@ -475,7 +489,9 @@ def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
     return (beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny).log()
 
 
-_PASSES = (_normalise, _measure, _differentiate)
+# Kinds whose slope is centred by itself, see _divergence.
+_CENTRED = ("soft_ce", "forward_kl")
+_PASSES = (_normalise, _measure, _differentiate, _finish)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from affine_attn.models.convert import load
 
 RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
-_FREE = {"micro_batch", "gradient_checkpointing", "save_steps", "keep_checkpoints", "workers"}
+_FREE = {"micro_batch", "gradient_checkpointing", "compile", "save_steps", "keep_checkpoints", "workers"}
 
 
 def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
@@ -55,6 +55,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         teacher=teacher,
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
+        compile=recipe.compile,
     )
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
@@ -88,6 +89,8 @@ def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         warmup_steps=recipe.warmup_steps,
         lr_scheduler_kwargs={"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
         bf16=recipe.dtype == "bfloat16",
+        # What autocast leaves in fp32: the product behind alpha, a tenth of a step without tensor cores.
+        tf32=recipe.dtype == "bfloat16" and torch.cuda.is_available(),
         gradient_checkpointing=recipe.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=recipe.seed,

@@ -35,6 +35,7 @@ class DistillTrainer(Trainer):
 
     model: any causal model of transformers with a plain head; affine attention's average is tracked by itself.
     shared: number of leading vocabulary entries that student and teacher share, where their sizes differ.
+    compile: torch.compile for the decoder layers of both. One by one: they share what was compiled for the first.
 
     ``args`` are Trainer's, with ``max_steps``; everything Trainer and accelerate do with them (DDP, FSDP, accumulation,
     resuming) holds. Next to the checkpoints, ``metrics.jsonl`` has a line for every logged step. While the trainer
@@ -49,6 +50,7 @@ class DistillTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         loss: LossSpec = LossSpec(),
         shared: int | None = None,
+        compile: bool = False,
         **others: Any,
     ):
         if args.n_gpu > 1:
@@ -68,6 +70,9 @@ class DistillTrainer(Trainer):
         self.loss_spec, self.shared = loss, shared
         self._folder = Path(args.output_dir or ".")
         self.teacher = None if teacher is None else _frozen(teacher, args.device)
+        if compile:
+            for layer in (*_layers(model), *(() if self.teacher is None else _layers(self.teacher))):
+                layer.compile()
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
         self._parts: tuple[Tensor, int] | None = None
@@ -185,6 +190,11 @@ def _loss_forward(
     hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
     weight = self.get_output_embeddings().weight
     return chunked_loss(hidden, weight, target, labels, spec=spec, tokens=tokens, shared=shared)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks a model consists of, by the name that transformers has for them."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ costs is waiting for it, and many small programs wait at the same time.
 Sums over tokens. Segments are anchored at the queries: segment c of the keys covers slots from first + c * LENGTH,
 first = older - n_older * LENGTH <= 0, so query segment r and key segment n_older + r cover the same slots. A small
 kernel prepares the sum of the values before each segment, as a sum within its block of segments and a total per
-block. The backward is the mirror image: a segment adds its own part to dv and leaves its total, a small kernel then
-adds to every segment the totals of those after it.
+block. In the backward the sums run the other way, and dv is not there yet: a segment leaves for each of its slots what
+its own queries want added, and its total; small kernels add up the totals from the end and, once there is a dv, add
+both to it.
 """
 
 import triton
@@ -179,35 +180,12 @@ def _sum_before(
 
 
 @triton.jit
-def gated_gradient_kernel(
-    p_dy, p_alpha, p_gate, p_do,
-    stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_ob, stride_oh, stride_ot,
-    heads, queries,
-    HAS_ALPHA: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """do = alpha * gate * dy, the incoming gradient of the attention under an elementwise gate."""
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
-    m_t = o_t < queries
-    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_td = o_t[:, None].to(tl.int64)
-    p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
-    p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
-    b_do = tl.load(p_in, mask=m_td, other=0.0).to(tl.float32) * tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
-    if HAS_ALPHA:
-        b_do *= tl.load(p_alpha + bh * queries + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
-    p_out = p_do + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
-    tl.store(p_out, b_do.to(p_do.dtype.element_ty), mask=m_td)
-
-
-@triton.jit
 def negate_rows_kernel(
     p_dy, p_alpha, p_gate, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, heads, queries,
     HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Negate in place the rows of dy whose factor alpha * gate is negative; the epilogue's backward restores them.
+    """Negate in place the rows of dy whose factor alpha * gate is negative; a second launch restores them.
 
     The size of the factor is in the log-sum-exp. Factors of one sign, the usual case, cost a look at the factors.
     """
@@ -253,19 +231,20 @@ def _negative(
 @triton.jit
 def epilogue_backward_kernel(
     p_dy, p_o, p_lse, p_v, p_before, p_sink, p_alpha, p_beta, p_gate,
-    p_dsink, p_dalpha, p_dbeta, p_dgate, p_dv, p_weighted,
+    p_dsink, p_dalpha, p_dbeta, p_dgate, p_do, p_weighted, p_totals,
     stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
-    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_nb, stride_nh, stride_nt,
+    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_ab, stride_ah, stride_at,
     stride_sb, stride_sh, stride_st, stride_part,
     kv_heads, queries, tiles, older, segments,
     SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of sink, alpha, beta and gate, and a segment's own part of dv: sums of beta * gate * dy from its end.
+    """Gradients of sink, alpha, beta and gate, and what dv wants: beta * gate * dy summed over the heads of a group.
 
-    Gradients of numbers per row are sums over columns: each slice writes its part. The total of the segment goes to
-    p_weighted; with a table every row does, and dv stays as it is.
+    Under an elementwise gate also do = alpha * gate * dy, the incoming gradient of the attention. Gradients of numbers
+    per row are sums over columns: each slice writes its part. With running sums p_weighted gets the sum from a row to
+    the end of its segment and p_totals the whole segment's; with a table p_weighted gets every row by itself.
     """
     SLICES: tl.constexpr = D // SLICE
     part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
@@ -273,7 +252,7 @@ def epilogue_backward_kernel(
     b, kv_head = bh // kv_heads, bh % kv_heads
     heads = kv_heads * CHUNKS * CHUNK
     o_d = part * SLICE + tl.arange(0, SLICE)
-    b_after = tl.zeros([SLICE], tl.float32)
+    b_total = tl.zeros([SLICE], tl.float32)
     if SUMS == WHOLE:
         b_u = tl.load(p_before + bh * D + o_d)[None, :]
     stop = tl.minimum((segment + 1) * (LENGTH // T), tiles)
@@ -288,12 +267,10 @@ def epilogue_backward_kernel(
             p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
             b_v = tl.load(p_slot, mask=m_v, other=0.0)
             b_before = tl.load(p_before + (bh * tiles + tile) * D + o_d)
-            p_slot = p_dv + b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
-            b_dv = tl.load(p_slot, mask=m_v, other=0.0)
         if SUMS == TABLE:
             b_u = tl.load(p_before + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
         if SUMS != NO_SUMS:
-            b_own = tl.zeros([T, SLICE], tl.float32)
+            b_weighted = tl.zeros([T, SLICE], tl.float32)
         for chunk in range(CHUNKS):
             b_dys, b_outs, b_sinks, b_lses, b_alphas, b_betas, b_gates = (), (), (), (), (), (), ()
             for i in tl.static_range(CHUNK):
@@ -326,7 +303,6 @@ def epilogue_backward_kernel(
             for i in tl.static_range(CHUNK):
                 h = (kv_head * CHUNKS + chunk) * CHUNK + i
                 o_row = (b * heads + h) * queries + o_t
-                p_in = p_dy + b * stride_db + h * stride_dh + o_td * stride_dt + o_d[None, :]
                 b_dy, b_o = b_dys[i].to(tl.float32), b_outs[i].to(tl.float32)
                 b_alpha = b_alphas[i]
                 if GATE == ELEMENTWISE:
@@ -336,14 +312,15 @@ def epilogue_backward_kernel(
                     p_w = p_dgate + b * stride_wb + h * stride_wh + o_td * stride_wt + o_d[None, :]
                     tl.store(p_w, (b_dy * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
                     b_dy *= b_gates[i].to(tl.float32)
+                    p_a = p_do + b * stride_ab + h * stride_ah + o_td * stride_at + o_d[None, :]
+                    tl.store(p_a, (b_alpha[:, None] * b_dy).to(p_do.dtype.element_ty), mask=m_td)
                     b_gate, b_factor = tl.full([T], 1.0, tl.float32), b_alpha
                 else:
-                    # The factor's size is in lse; where it is negative, dy came negated and goes back as it was.
+                    # The factor's size is in lse; where it is negative, dy comes negated.
                     b_gate = b_gates[i]
                     b_factor = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
                     if HAS_ALPHA or GATE == HEADWISE:
                         b_dy *= b_factor[:, None]
-                        tl.store(p_in, b_dy.to(p_dy.dtype.element_ty), mask=m_td & (b_factor < 0)[:, None])
                 b_along = tl.sum(b_dy * b_o, 1)
                 if SINK == LEARNED_SINK:
                     b_p_sink = tl.exp(tl.where(b_lses[i] == b_sinks[i], 0.0, b_sinks[i] - b_lses[i]))
@@ -355,46 +332,56 @@ def epilogue_backward_kernel(
                     b_to_u = tl.sum(b_dy * b_u, 1)
                     tl.store(p_dbeta + part * stride_part + o_row, b_gate * b_to_u, mask=m_t)
                     b_dgate += b_betas[i] * b_to_u
-                    b_own += (b_betas[i] * b_gate)[:, None] * b_dy
+                    b_weighted += (b_betas[i] * b_gate)[:, None] * b_dy
                 if GATE == HEADWISE:
                     tl.store(p_dgate + part * stride_part + o_row, b_dgate, mask=m_t)
+        if SUMS == RUNNING or SUMS == TABLE:
+            p_rows = p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :]
         if SUMS == TABLE:
-            tl.store(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], b_own, mask=m_td)
+            tl.store(p_rows, b_weighted, mask=m_td)
         elif SUMS != NO_SUMS:
-            b_total = tl.sum(b_own, 0)
+            b_more = tl.sum(b_weighted, 0)
             if SUMS == RUNNING:
                 # The sum from a row on, as what the rows before it leave of the total: a reversed scan takes twice the
                 # shuffles, and shuffles are what this kernel runs out of first.
-                b_from = (b_total + b_after)[None, :] - (tl.cumsum(b_own, 0) - b_own)
-                tl.store(p_slot, (b_dv.to(tl.float32) + b_from).to(p_dv.dtype.element_ty), mask=m_v)
-            b_after += b_total
+                b_from = (b_more + b_total)[None, :] - (tl.cumsum(b_weighted, 0) - b_weighted)
+                tl.store(p_rows, b_from.to(p_weighted.dtype.element_ty), mask=m_td)
+            b_total += b_more
     if SUMS == RUNNING or SUMS == WHOLE:
-        tl.store(p_weighted + (bh * segments + segment) * D + o_d, b_after)
+        tl.store(p_totals + (bh * segments + segment) * D + o_d, b_total)
 
 
 @triton.jit
-def add_later_totals_kernel(
-    p_dv, p_totals, stride_nb, stride_nh, stride_nt, kv_heads, queries, older, segments, block_segments,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
-):  # fmt: skip
-    """dv of every segment but the last += the totals of all segments after it; a program walks up a block of them."""
-    SLICES: tl.constexpr = D // SLICE
-    part, block = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+def totals_from_kernel(p_totals, segments, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr):
+    """Totals of segments become, in place, sums of the totals from a segment to the last."""
     bh = tl.program_id(1).to(tl.int64)
-    o_d = part * SLICE + tl.arange(0, SLICE)
-    p_dv += (bh // kv_heads) * stride_nb + (bh % kv_heads) * stride_nh
-    p_totals += bh * segments * D
-    stop = tl.minimum((block + 1) * block_segments, segments - 1)
+    o_r, o_d = tl.arange(0, ROWS), tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     b_after = tl.zeros([SLICE], tl.float32)
-    for row in range(stop, segments, 32):
-        o_r = row + tl.arange(0, 32)
-        b_rows = tl.load(p_totals + o_r[:, None] * D + o_d[None, :], mask=(o_r < segments)[:, None], other=0.0)
+    blocks = tl.cdiv(segments, ROWS)
+    for step in range(blocks):
+        o_row = (blocks - 1 - step) * ROWS + o_r
+        p_rows = p_totals + (bh * segments + o_row)[:, None] * D + o_d[None, :]
+        b_rows = tl.load(p_rows, mask=(o_row < segments)[:, None], other=0.0)
+        tl.store(p_rows, tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :], mask=(o_row < segments)[:, None])
         b_after += tl.sum(b_rows, 0)
-    for step in range(stop - block * block_segments):
-        segment = stop - 1 - step
-        o_slot = older + segment * LENGTH + tl.arange(0, LENGTH)
-        m_v = ((o_slot >= 0) & (o_slot < older + queries))[:, None] & (o_d < HEAD_DIM)[None, :]
-        p_slot = p_dv + o_slot[:, None].to(tl.int64) * stride_nt + o_d[None, :]
-        b_dv = tl.load(p_slot, mask=m_v, other=0.0).to(tl.float32) + b_after[None, :]
-        b_after += tl.load(p_totals + segment * D + o_d)
-        tl.store(p_slot, b_dv.to(p_dv.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
+def add_seen_by_kernel(
+    p_dv, p_weighted, p_from, stride_nb, stride_nh, stride_nt, kv_heads, queries, older, segments,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """dv of a query's slot += the weighted sum of the queries from its own on: in its segment, and after that."""
+    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
+    o_td = o_t[:, None].to(tl.int64)
+    m_td = (o_t < queries)[:, None] & (o_d < HEAD_DIM)[None, :]
+    m_v = m_td & (older + o_td >= 0)
+    b_weighted = tl.load(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
+    p_slot = p_dv + (bh // kv_heads) * stride_nb + (bh % kv_heads) * stride_nh
+    p_slot += (older + o_td) * stride_nt + o_d[None, :]
+    b_dv = tl.load(p_slot, mask=m_v, other=0.0)
+    after = tile * T // LENGTH + 1
+    b_after = tl.load(p_from + (bh * segments + after) * D + o_d, mask=(o_d < HEAD_DIM) & (after < segments), other=0.0)
+    b_sum = b_dv.to(tl.float32) + (b_weighted.to(tl.float32) + b_after[None, :])
+    tl.store(p_slot, b_sum.to(p_dv.dtype.element_ty), mask=m_v)

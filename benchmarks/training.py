@@ -1,0 +1,149 @@
+"""Trains whole models for a few steps and says how fast: python benchmarks/training.py
+
+Every case is ``DistillTrainer`` on random tokens: plain pretraining with each attention, then distillation from a
+random teacher. Cases take turns; a step's time is between two logged steps, the first ones (compiling) left out. MFU
+counts matrix products and causal attention of the student's training and the teacher's forward, recomputation not, as
+``estimate.flops_per_token``. Rows of mode "training" go to benchmarks/results/training/<device>.csv.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers.trainer_utils import SaveStrategy
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from affine_attn.distill.estimate import PEAK_FLOPS, flops_per_token, size, teacher_config
+from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.run import training_arguments
+from affine_attn.distill.trainer import METRICS, DistillTrainer
+from affine_attn.models import AffineAttnForCausalLM, preset
+from benchmarks import record
+
+_WARM_UP = 4  # steps
+console = Console(width=140)
+
+
+class RandomTokens(Dataset):
+    """Sequences as shards give them, of one document each."""
+
+    def __init__(self, sequences: int, sequence_length: int, vocab_size: int):
+        self.sequences, self.sequence_length, self.vocab_size = sequences, sequence_length, vocab_size
+
+    def __len__(self) -> int:
+        return self.sequences
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(i)
+        tokens = torch.randint(self.vocab_size, (self.sequence_length + 1,), generator=generator)
+        return {"input_ids": tokens[:-1], "shift_labels": tokens[1:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", default="llama3.2-1b", help="preset (default: %(default)s)")
+    parser.add_argument("--teacher", default="llama3.2-3b", help="preset, or none (default: %(default)s)")
+    parser.add_argument("--attention", nargs="*", default=["softmax", "affine"])
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--micro-batch", type=int, default=16, help="sequences of a forward")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of every turn")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="CSV to update")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = options.output or record.RESULTS / "training" / record.results_path(device).name
+    machine = record.provenance(device)
+    for teacher in dict.fromkeys([None, None if options.teacher == "none" else options.teacher]):
+        rows = timed([recipe_of(options, attention, teacher) for attention in options.attention], options, device)
+        for row in rows:
+            console.print(
+                f"{row['shape']}  {row['what']:32} {row['ms_p50']} ms/step  x {row['ratio']}  "
+                f"{row['tokens_per_second']} tokens/s  MFU {row['mfu'] or 'unknown'}  {row['peak_mib']} MiB",
+                markup=False,
+            )
+        # After every group: an interrupted run keeps what it measured.
+        old = record.read(path) if path.exists() else []
+        record.write(path, record.merged(old, [row | machine for row in rows]))
+
+
+def recipe_of(options: argparse.Namespace, attention: str, teacher: str | None) -> Recipe:
+    steps = _WARM_UP + options.steps
+    return Recipe(
+        student=options.student, attention=attention, teacher=teacher, sequence_length=options.sequence_length,
+        micro_batch=options.micro_batch, global_batch=options.micro_batch * options.accumulation,
+        steps=steps, warmup_steps=0, decay_steps=0, save_steps=steps + 1,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+    )  # fmt: skip
+
+
+def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.device) -> list[record.Row]:
+    ms: dict[str, list[float]] = {recipe.attention: [] for recipe in recipes}
+    peak = dict.fromkeys(ms, 0.0)
+    for _ in range(options.rounds):
+        for recipe in recipes:
+            times, mib = trained(recipe, device)
+            ms[recipe.attention] += times
+            peak[recipe.attention] = max(peak[recipe.attention], mib)
+    rows, baseline = [], median(ms[recipes[0].attention])
+    for recipe in recipes:
+        p20, _, _, p80 = quantiles(ms[recipe.attention], n=5, method="inclusive")
+        p50 = median(ms[recipe.attention])
+        tokens = recipe.global_batch * recipe.sequence_length
+        config = teacher_config(recipe)
+        flops = flops_per_token(recipe, size(recipe.student_config), None if config is None else size(config))
+        rate = tokens / p50 * 1e3
+        is_known = "H100" in record.device_name(device) or "H200" in record.device_name(device)
+        rows.append({
+            "shape": f"{recipe.student} S{recipe.sequence_length} B{recipe.micro_batch}x{options.accumulation}",
+            "what": recipe.attention if recipe.teacher is None else f"{recipe.attention}, teacher {recipe.teacher}",
+            "engine": "DistillTrainer", "mode": "training",
+            "ms_p20": f"{p20:.1f}", "ms_p50": f"{p50:.1f}", "ms_p80": f"{p80:.1f}", "ratio": f"{p50 / baseline:.4f}",
+            "baseline": recipes[0].attention, "tokens_per_second": f"{rate:.0f}",
+            "tflops": f"{rate * flops / 1e12:.1f}", "mfu": f"{rate * flops / PEAK_FLOPS:.4f}" if is_known else "",
+            "peak_mib": f"{peak[recipe.attention]:.0f}",
+        })  # fmt: skip
+    return rows
+
+
+def trained(recipe: Recipe, device: torch.device) -> tuple[list[float], float]:
+    """Milliseconds of every step after the warm-up, and the peak of memory."""
+    dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, torch.device(device):
+        args = training_arguments(recipe, Path(folder))
+        args.save_strategy = SaveStrategy.NO
+        model = AffineAttnForCausalLM(recipe.student_config)
+        teacher = None
+        if recipe.teacher is not None:
+            config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
+            teacher = AffineAttnForCausalLM(config).to(getattr(torch, recipe.dtype))  # pyright: ignore[reportArgumentType]
+        with torch.device("cpu"):
+            # What it takes of shards is their sequences and their length.
+            tokens: Any = dataset
+            trainer = DistillTrainer(
+                model, args, tokens, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile
+            )
+            trainer.train()
+        lines = [json.loads(line) for line in (Path(folder) / METRICS).read_text().splitlines()]
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+    tokens = recipe.global_batch * recipe.sequence_length
+    del trainer, model, teacher
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [tokens / line["tokens_per_second"] * 1e3 for line in lines[_WARM_UP:]], peak
+
+
+if __name__ == "__main__":
+    main()
