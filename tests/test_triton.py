@@ -50,6 +50,18 @@ def test_values_and_gradients(name, shape, causal, negative):
 
 
 @interpreted
+def test_no_two_gradients_share_memory():
+    """An operator, which is what a compiled model calls, may not return two views of one tensor."""
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 70, 70, 64))
+    call = checked_call(**inputs)
+    output = fused.finish(call, torch.randn_like(call.q), torch.randn(call.q.shape[:3]))
+    gradients = fused.gradients(call, torch.randn_like(call.q), output, lambda *_: call.flat()[:3])
+    given = [x for x in gradients if x is not None]
+    assert len(given) == 5
+    assert len({x.untyped_storage().data_ptr() for x in given}) == 5
+
+
+@interpreted
 def test_the_incoming_gradient_is_left_as_it_was():
     inputs = random_inputs(SPECS["affine"], SHAPES[0])
     inputs["alpha"] -= 0.5

@@ -224,10 +224,11 @@ class _RowGradients:
         self.columns = plan.tile.backward_columns if is_light else plan.tile.columns
         # Gradients of numbers per row: every slice of columns writes its part.
         has_row_gate = call.gate is not None and gate is None
-        self.wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
+        wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
         batch, heads, queries, head_dim = call.q.shape
         kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=dy.device)
-        self.parts = new(plan.d // self.columns, sum(self.wanted), batch, heads, queries, dtype=torch.float32)
+        parts = (plan.d // self.columns, batch, heads, queries)
+        self.parts = [new(parts, dtype=torch.float32) if is_wanted else None for is_wanted in wanted]
         self.dgate = None if gate is None else torch.empty_like(gate)
         self.do = None if gate is None else torch.empty_like(dy)
         shape, dtype = (batch, kv_heads, queries, head_dim), torch.float32 if plan.sums == _TABLE else call.v.dtype
@@ -237,7 +238,7 @@ class _RowGradients:
 
     def launch(self) -> None:
         call, plan = self.call, self.plan
-        dsink, dalpha, dbeta, dgate = _unpacked(self.parts[0], self.wanted)
+        dsink, dalpha, dbeta, dgate = self.parts
         walkers = plan.walkers(call)
         grid = (plan.query_segments * (plan.d // self.columns), call.q.shape[0] * walkers)
         _kernels().epilogue_backward_kernel[grid](
@@ -245,7 +246,7 @@ class _RowGradients:
             self.sink, self.alpha, self.beta, call.gate,
             dsink, dalpha, dbeta, dgate if self.dgate is None else self.dgate, self.do, self.weighted, self.totals,
             *_strides(self.dy), *_strides(self.o), *_strides(call.v), *_strides(call.gate), *_strides(self.dgate),
-            *_strides(self.do), *_sink_strides(self.sink), self.parts.stride(0),
+            *_strides(self.do), *_sink_strides(self.sink), self.dy[..., 0].numel(),
             walkers, call.tq, plan.tiles, plan.older, plan.query_segments,
             SINK=_sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=_gate_kind(call.gate),
             **plan.constants(call, self.columns),
@@ -277,8 +278,7 @@ class _RowGradients:
     def results(self) -> Gradients:
         call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
-        summed = functools.reduce(torch.add, self.parts) if any(self.wanted) else self.parts[0]
-        dsink, dalpha, dbeta, dgate = _unpacked(summed, self.wanted)
+        dsink, dalpha, dbeta, dgate = (None if x is None else functools.reduce(torch.add, x) for x in self.parts)
         if dsink is not None:
             dsink = (dsink.sum((0, 2)) if self.sink.ndim == 1 else dsink).to(self.sink.dtype)
         return (
@@ -287,12 +287,6 @@ class _RowGradients:
             None if dbeta is None else dbeta.to(call.beta.dtype),
             self.dgate if dgate is None else dgate[..., None].to(call.gate.dtype),
         )
-
-
-def _unpacked(stacked: Tensor, wanted: list[bool]) -> list[Tensor | None]:
-    """One entry per flag, None where it is unset."""
-    rows = iter(stacked)
-    return [next(rows) if is_wanted else None for is_wanted in wanted]
 
 
 def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
