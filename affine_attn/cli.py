@@ -183,7 +183,7 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TASK]...",
+            metavar="TASK",
             help="tasks of lm-evaluation-harness; default: winogrande piqa hellaswag arc_challenge arc_easy boolq, "
             "zero-shot. c4 is the perplexity of the paper's Table 1",
         ),

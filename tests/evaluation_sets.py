@@ -155,11 +155,11 @@ def write_sets(folder: Path) -> Path:
     return folder
 
 
-def small_llama(folder: Path, vocab_size: int = 300) -> LlamaForCausalLM:
+def small_llama(folder: Path, vocab_size: int = 300, **changes) -> LlamaForCausalLM:
     """Saved with a tokenizer that was trained on the documents."""
     train_tokenizer([json.dumps(DOCUMENTS), *TEXTS], vocab_size, folder)
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    model = LlamaForCausalLM(LlamaConfig(**(SIZES | ends | {"vocab_size": vocab_size}))).eval()
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | ends | {"vocab_size": vocab_size} | changes))).eval()
     model.save_pretrained(folder)
     return model

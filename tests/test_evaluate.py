@@ -141,7 +141,11 @@ def test_c4_is_the_perplexity_of_the_harness_and_that_per_token_beside_it(llama,
 
 
 @pytest.mark.skipif(not REAL_DATA, reason="AFFINE_ATTN_EVAL_DATA names no folder with the evaluation sets")
-def test_on_the_real_sets_the_numbers_are_those_of_the_harness_alone(llama, converted, tmp_path):
+def test_on_the_real_sets_the_numbers_are_those_of_the_harness_alone(tmp_path):
+    llama, converted = tmp_path / "llama", tmp_path / "converted"
+    # Its tokens are short, so that texts are long.
+    convert(small_llama(llama, max_position_embeddings=4096), "softmax").save_pretrained(converted)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(converted)
     given = ["--data", REAL_DATA, "--limit", "24"]
     native = values(results(llama, *given, "--output", tmp_path / "native"))
     assert values(results(converted, *given, "--output", tmp_path / "ours")) == native
@@ -327,10 +331,14 @@ def refused(message, *arguments):
 def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"goal": "x"}\n')
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"goal": "x", "sol1": "never" * 300, "sol2": "now", "label": 1}) + "\n")
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"goal": "x", \n')
     for arguments, message in [
         ((tmp_path / "nowhere",), "there is no folder"),
+        ((llama, "--dtype", "float8"), "--dtype must be one of float32"),
+        ((llama, "--device", "abacus"), "is none that torch knows"),
         ((llama, "arc_esy"), "did you mean 'arc_easy'?"),
         ((llama, "arc_easy"), "give local files with --data"),
         ((llama, "--data", tmp_path / "none"), "there is no folder"),
@@ -345,4 +353,7 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
     ]:
         lines = refused(message, *arguments, "--output", tmp_path / "out")
         assert len(lines) == 1, lines
+    given = ["--data", f"piqa={long}", "--output", tmp_path / "out"]
+    refused("more than the 256 positions of the model", llama, "piqa", *given)
+    refused("more than the 256 positions of the model", llama, "piqa", *given, "--export-requests", tmp_path / "asked")
     assert not (tmp_path / "out").exists()

@@ -58,6 +58,17 @@ class BatchedLM(_HFLM):
     def _rows_for(self, length: int) -> int:
         return batch_rows(length, self.model.config.vocab_size, self.device)
 
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[Any]:
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"a continuation has {longest} tokens, more than the {self.max_length} positions of the model"
+            )
+        return self._scores(requests, **options)
+
+    def _scores(self, requests: Sequence[Any], **options: Any) -> list[Any]:
+        return super()._loglikelihood_tokens(requests, **options)
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """HFLM's windows, but those of all documents sorted and batched together."""
         documents = [self.windows(request.args[0]) for request in requests]
@@ -84,7 +95,7 @@ class ElsewhereLM(BatchedLM):
         super().__init__(skeleton, tokenizer, batch_size=1)
         self._answer = answer
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Score]:
+    def _scores(self, requests: Sequence[Any], **_: Any) -> list[Any]:
         return [self._answer(self._seen(context, continuation)) for _, context, continuation in requests]
 
     def _seen(self, context: list[int], continuation: list[int]) -> Pair:

@@ -20,6 +20,7 @@ from affine_attn.models.convert import load, require_place
 from affine_attn.models.folders import tokenizer_of
 
 FOLDER = "evaluation"
+DTYPES = ("float32", "bfloat16", "float16")
 # Files of a model folder that decide what it computes.
 _DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 # Columns of the paper's Table 1: task, heading. acc_norm where the harness has it, which the paper leaves unsaid.
@@ -38,8 +39,10 @@ class Subject:
 
     def __init__(self, path: str, device: str | None = None, dtype: str | None = None):
         require_place(path)
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.path = path
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(device)
         # A CPU computes bfloat16 many times slower than float32, and no better.
         self.dtype = dtype or ("auto" if self.device.type == "cuda" else "float32")
 
@@ -91,6 +94,16 @@ class Subject:
         """Where results go by default: beside the weights, or under a name made of a hub id."""
         place = Path(self.path)
         return place / FOLDER if place.is_dir() else Path(FOLDER) / self.path.replace("/", "--")
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: there is no CUDA device here")
+    return device
 
 
 def measured_once(
