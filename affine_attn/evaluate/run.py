@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from affine_attn.distill.shards import read_manifest
+from affine_attn.distill.shards import MANIFEST, read_manifest
 from affine_attn.evaluate.long_context import JoinedTexts, joined_shards, loss_by_position
 from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
 from affine_attn.evaluate.results import Subject, average, measured_once, sha256
@@ -139,7 +139,10 @@ def _text_measures(subject: Subject, request: Request) -> Iterator[Measure]:
     lengths = request.lengths or (min(LENGTH, subject.config.max_position_embeddings),)
     for place in (*request.texts, *request.shards):
         is_shards = place in request.shards
-        content = read_manifest(place)["shards"] if is_shards else sha256(place)
+        if is_shards:
+            # What is missing or unfinished is said before anything is computed.
+            read_manifest(place)
+        content = sha256(place / MANIFEST if is_shards else place)
         for length in lengths:
             stride = request.stride or length
             kind = "positions" if request.by_position else "perplexity"
