@@ -1,5 +1,6 @@
 """The ``affine-attn`` command. Heavy imports stay inside the commands so that --help answers at once."""
 
+import json
 import runpy
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,124 @@ def distill(
 
         folder = run(chosen, output or Path("runs") / name, resume)
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="folder or hub id of a causal model with its tokenizer")],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TASK",
+            help="tasks of lm-evaluation-harness; default: winogrande piqa hellaswag arc_challenge arc_easy boolq, "
+            "zero-shot. c4 is the perplexity of the paper's Table 1",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR|TASK=FILE",
+            help="take documents from local files (DIR/TASK/SPLIT.jsonl or .parquet, also .gz, .xz, .bz2, .zst) "
+            "instead of the hub; may be repeated",
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="perplexity of a text file or of JSON lines, document by document; may be repeated"),
+    ] = None,
+    shards: Annotated[
+        list[Path] | None,
+        typer.Option(help="loss on the valid split of prepared shards, packed as in training; may be repeated"),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="tokens a window of --text or --shards holds; may be repeated; default: 2048 or the model's"
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="new tokens per window of --text; default: all of them, no overlap")
+    ] = None,
+    by_position: Annotated[
+        bool,
+        typer.Option("--by-position", help="loss by position over joined documents: give a --length beyond training"),
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="only the first documents of every task or text, or sequences of shards")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of the result files; one that is there is taken up. Default: MODEL/evaluation, for a hub id "
+            "evaluation/ID"
+        ),
+    ] = None,
+    export_requests: Annotated[
+        Path | None,
+        typer.Option(help="evaluate nothing: write the tasks' requests to a file (.gz) for affine-attn eval-score"),
+    ] = None,
+    import_scores: Annotated[
+        Path | None, typer.Option(help="compute the tasks' metrics from a file that affine-attn eval-score wrote")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+) -> None:
+    """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are taken up."""
+    with _one_line_errors():
+        from affine_attn.evaluate import results, run
+
+        request = run.Request(
+            tasks=tasks or (),
+            data=data or (),
+            texts=text or (),
+            shards=shards or (),
+            lengths=length or (),
+            stride=stride,
+            by_position=by_position,
+            limit=limit,
+            batch_size=batch_size,
+        )
+        subject = results.Subject(model, device, dtype)
+        if export_requests is not None:
+            count = run.export_requests(subject, request, export_requests)
+            console.print(f"{export_requests}: {count} requests", markup=False, highlight=False, soft_wrap=True)
+            return
+        summary = run.evaluate(subject, request, output, import_scores)
+    if json_output:
+        # Not through rich, which breaks lines.
+        print(json.dumps(summary, indent=1))
+        return
+    for table in results.tables(summary):
+        console.print(table)
+
+
+@app.command("eval-score")
+def eval_score(
+    model: Annotated[str, typer.Argument(help="folder or hub id of the model the requests were exported for")],
+    requests: Annotated[Path, typer.Argument(help="what affine-attn eval --export-requests wrote")],
+    scores: Annotated[Path, typer.Argument(help="the file to write, for affine-attn eval --import-scores")],
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
+    ] = None,
+) -> None:
+    """Score exported requests on a machine that has torch and transformers, but no harness and none of its data."""
+    with _one_line_errors():
+        from affine_attn.evaluate.results import Subject
+        from affine_attn.evaluate.score import score_file
+
+        subject = Subject(model, device, dtype)
+        count = score_file(subject.model, subject.about(), requests, scores, batch_size)
+    console.print(f"{scores}: {count} scores", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ LAYERS = [
     {"core.dispatch"},
     {"core.alpha", "core.layer", "core.stats", "core.accuracy"},
     {"models"},
-    {"distill", "evaluate", "analysis", "demo"},
+    {"distill"},
+    {"evaluate", "analysis", "demo"},
     {"cli"},
 ]
 RANK = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

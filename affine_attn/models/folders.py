@@ -44,7 +44,7 @@ def convert_folder(
         new = [key for key in stage_keys(model) if key not in carried]
         yield f"{len(new)} new tensors" + (":" if new else "")
         yield from (f"  {key} {list(model.state_dict()[key].shape)}" for key in new)
-    tokenizer = _tokenizer(source, gguf_file)
+    tokenizer = tokenizer_of(source, gguf_file)
     if tokenizer is None:
         yield f"{source} has no tokenizer, so none was written"
     else:
@@ -62,7 +62,7 @@ def generate_text(
 ) -> str:
     """Print the continuation as it comes; the return value says how fast it came."""
     require_place(model)
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer")
     # Any: transformers types generate for a protocol that its own models do not meet.
@@ -89,7 +89,7 @@ def generate_text(
     return f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s on {network.device}"
 
 
-def _tokenizer(path: str, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where a folder has none."""
     folder = Path(path)
     if folder.is_dir() and not gguf_file and not any(folder.glob("tokenizer*")):

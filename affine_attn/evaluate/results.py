@@ -1,0 +1,227 @@
+"""What is measured about what: files that a later call takes up, and the tables people read."""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from affine_attn.distill.shards import write_json
+from affine_attn.models.convert import load, require_place
+from affine_attn.models.folders import tokenizer_of
+
+FOLDER = "evaluation"
+DTYPES = ("float32", "bfloat16", "float16")
+# Files of a model folder that decide what it computes.
+_DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+# Columns of the paper's Table 1: task, heading. acc_norm where the harness has it, which the paper leaves unsaid.
+TABLE_1 = {
+    "winogrande": "Wino",
+    "piqa": "PIQA",
+    "hellaswag": "Hella",
+    "arc_challenge": "ARC-c",
+    "arc_easy": "ARC-e",
+    "boolq": "BoolQ",
+}
+
+
+class Subject:
+    """The model that is evaluated; loaded when something has to be computed with it."""
+
+    def __init__(self, path: str, device: str | None = None, dtype: str | None = None):
+        require_place(path)
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.path = path
+        self.device = _device(device)
+        # A CPU computes bfloat16 many times slower than float32, and no better.
+        self.dtype = dtype or ("auto" if self.device.type == "cuda" else "float32")
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        found = tokenizer_of(self.path)
+        if found is None:
+            raise ValueError(f"{self.path} has no tokenizer")
+        return found
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        network: Any = load(self.path, dtype=self.dtype)
+        return network.to(self.device).eval()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights, the configuration and the tokenizer, not with the place."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return f"{self.path}@{self.config._commit_hash}"
+        total = hashlib.sha256()
+        for file in sorted(path for path in folder.iterdir() if path.suffix in _DECISIVE):
+            total.update(f"{file.name} {sha256(file)}\n".encode())
+        return total.hexdigest()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
+
+    def about(self) -> dict[str, Any]:
+        """For a result that was computed with the model: what it is, and where it ran."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "path": self.path,
+            **self.identity,
+            "model_type": self.config.model_type,
+            "attention": self.config.to_dict().get("attention"),
+            "parameters": self.model.num_parameters(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.machine(),
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Where results go by default: beside the weights, or under a name made of a hub id."""
+        place = Path(self.path)
+        return place / FOLDER if place.is_dir() else Path(FOLDER) / self.path.replace("/", "--")
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: there is no CUDA device here")
+    return device
+
+
+def measured_once(
+    folder: Path, name: str, identity: dict[str, Any], measure: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], Path, bool]:
+    """The result with this identity: read where a call before has written it, else measured and written.
+
+    The name of the file ends in a hash of the identity, so that another model, limit or file is another result. Returns
+    the result, its file, and whether it was there.
+    """
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    path = folder / f"{name}-{key}.json"
+    if path.exists():
+        try:
+            return json.loads(path.read_text(encoding="utf-8")), path, True
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: remove it to measure again") from error
+    result = {"name": name, "identity": identity, **measure(), **provenance()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    return result, path, False
+
+
+def sha256(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, and the commit of this package where it runs from a checkout."""
+    versions = {}
+    for package in ("affine-attn", "torch", "transformers", "lm-eval"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"versions": versions, "commit": _commit()}
+
+
+def _commit() -> str | None:
+    """With a mark where the code that ran differs from it."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    return f"{commit}+changes" if commit and _git("status", "--porcelain", "--", ".") else commit
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def accuracy(result: dict[str, Any]) -> dict[str, float | None]:
+    """The number of a task in Table 1."""
+    metrics = result["metrics"]
+    return metrics.get("acc_norm") or metrics["acc"]
+
+
+def average(results: dict[str, dict[str, Any]]) -> dict[str, float | None] | None:
+    """Of the six tasks; None unless all are there. Their errors are independent."""
+    if not TABLE_1.keys() <= results.keys():
+        return None
+    cells = [accuracy(results[task]) for task in TABLE_1]
+    errors = [cell["stderr"] for cell in cells]
+    n = len(cells)
+    error = None if None in errors else math.sqrt(sum(error**2 for error in errors if error is not None)) / n
+    return {"value": sum(cell["value"] or 0.0 for cell in cells) / n, "stderr": error}
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    """Table 1 for what it has, then everything else line by line."""
+    results = {result["name"]: result for result in summary["results"]}
+    found: list[Table] = []
+    in_table_1 = [name for name in ("c4", *TABLE_1) if name in results]
+    if in_table_1:
+        found.append(_table_1(summary, results, in_table_1))
+    rest = [result for result in summary["results"] if result["name"] not in in_table_1]
+    if rest:
+        table = Table("measure", "metric", "value", "±", title=None if in_table_1 else summary["model"])
+        for result in rest:
+            for metric, cell in result["metrics"].items():
+                table.add_row(result["name"], metric, _number(cell["value"]), _number(cell["stderr"]))
+            for place in result.get("positions", ()):
+                positions = f"loss at {place['first']}-{place['last']}"
+                table.add_row(result["name"], positions, _number(place["value"]), _number(place["stderr"]))
+        found.append(table)
+    return found
+
+
+def _table_1(summary: dict[str, Any], results: dict[str, dict[str, Any]], names: list[str]) -> Table:
+    limited = sorted({results[name]["limit"] for name in names if results[name]["limit"]})
+    caption = "accuracy in %, acc_norm where the harness has it; C4: perplexity per word; ± one standard error"
+    if limited:
+        caption += f"; only the first {', '.join(map(str, limited))} documents of each"
+    table = Table(title=summary["model"], caption=caption)
+    cells = []
+    for name in names:
+        table.add_column("C4 PPL" if name == "c4" else TABLE_1[name], justify="right")
+        cells.append(results[name]["metrics"]["word_perplexity"] if name == "c4" else _percent(accuracy(results[name])))
+    if summary["average"] is not None:
+        table.add_column("Avg.", justify="right")
+        cells.append(_percent(summary["average"]))
+    table.add_row(*(_with_error(cell) for cell in cells))
+    return table
+
+
+def _percent(cell: dict[str, float | None]) -> dict[str, float | None]:
+    return {key: None if value is None else 100 * value for key, value in cell.items()}
+
+
+def _with_error(cell: dict[str, float | None]) -> str:
+    value = "—" if cell["value"] is None else f"{cell['value']:.1f}"
+    # On a line of its own, so that eight columns fit a terminal.
+    return value if cell["stderr"] is None else f"{value}\n±{cell['stderr']:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

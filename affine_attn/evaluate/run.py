@@ -1,0 +1,171 @@
+"""``affine-attn eval``: what is measured, each taken up where a call before has finished it."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from affine_attn.distill.shards import MANIFEST, read_manifest
+from affine_attn.evaluate.long_context import JoinedTexts, joined_shards, loss_by_position
+from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
+from affine_attn.evaluate.results import Subject, average, measured_once, sha256
+from affine_attn.evaluate.score import REQUESTS, SCORES, Pair, Score, digest, read_lines, write_lines
+
+# Of windows where none is given, as in the paper's training; less for a model that has less.
+LENGTH = 2048
+
+
+class Measure(NamedTuple):
+    """Something to measure: its name, what decides its result, and how."""
+
+    name: str
+    identity: dict[str, Any]
+    compute: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate on. Without tasks, texts and shards: the six tasks."""
+
+    tasks: Sequence[str] = ()
+    data: Sequence[str] = ()
+    texts: Sequence[Path] = ()
+    shards: Sequence[Path] = ()
+    lengths: Sequence[int] = ()
+    stride: int | None = None
+    by_position: bool = False
+    limit: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.by_position or self.lengths or self.stride) and not (self.texts or self.shards):
+            raise ValueError("--length, --stride and --by-position are for --text and --shards")
+        if self.stride and (self.shards or self.by_position):
+            raise ValueError("--stride is for --text: packed and joined sequences do not overlap")
+
+
+def evaluate(
+    subject: Subject, request: Request, output: Path | None = None, scores: Path | None = None
+) -> dict[str, Any]:
+    """The results, from files of calls before where there are any. ``scores``: of the tasks, computed elsewhere."""
+    if scores is None:
+        measures = [*_task_measures(subject, request), *_text_measures(subject, request)]
+    elif request.texts or request.shards:
+        raise ValueError("--import-scores is for tasks: --text and --shards need the model itself")
+    else:
+        measures = list(_imported_measures(subject, request, scores))
+    results = []
+    for measure in measures:
+        result, path, was_there = measured_once(output or subject.folder, *measure)
+        print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
+        results.append(result)
+    return {"model": subject.path, "results": results, "average": average({r["name"]: r for r in results})}
+
+
+def export_requests(subject: Subject, request: Request, file: Path) -> int:
+    """Write what the harness would ask the model, each question once; returns how many."""
+    if request.texts or request.shards:
+        raise ValueError("--export-requests is for tasks: --text and --shards need no harness, score them there")
+    tasks = _tasks(request)
+    from affine_attn.evaluate.harness import ElsewhereLM, run_task
+
+    asked: dict[Pair, None] = {}
+
+    def note(pair: Pair) -> Score:
+        asked[pair] = None
+        return Score(0.0, False)
+
+    lm = ElsewhereLM(subject.config, subject.tokenizer, note)
+    for task in tasks:
+        run_task(lm, task.load(), request.limit)
+    write_lines(file, {"format": REQUESTS, "max_length": lm.max_length}, asked)
+    return len(asked)
+
+
+def _tasks(request: Request) -> list[Any]:
+    # Before the harness itself: where it is not installed, this says so.
+    from affine_attn.evaluate.tasks import SIX, LocalData, find_tasks
+
+    default = () if request.texts or request.shards else SIX
+    return find_tasks(request.tasks or default, LocalData.parse(request.data))
+
+
+def _task_measures(subject: Subject, request: Request) -> Iterator[Measure]:
+    if not request.tasks and (request.texts or request.shards):
+        return
+    tasks = _tasks(request)
+    from affine_attn.evaluate.harness import BatchedLM, run_task
+
+    def compute(task: Any) -> dict[str, Any]:
+        # Before the model, which takes longer to load.
+        loaded = task.load()
+        lm = BatchedLM(subject.model, subject.tokenizer, request.batch_size)
+        return {"limit": request.limit, **run_task(lm, loaded, request.limit), "model": subject.about()}
+
+    for task in tasks:
+        identity = {**task.identity(), "limit": request.limit, "model": subject.identity}
+        yield Measure(task.name, identity, lambda task=task: compute(task))
+
+
+def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iterator[Measure]:
+    """The model of these results is the one that was scored; here are its configuration and tokenizer."""
+    tasks = _tasks(request)
+    from affine_attn.evaluate.harness import ElsewhereLM, run_task
+
+    header, lines = read_lines(scores, SCORES)
+    answers = {Pair(tuple(context), tuple(continuation)): Score(*score) for (context, continuation), score in lines}
+    if digest(answers) != header["requests"]:
+        raise ValueError(f"{scores} is damaged: its requests are not those that were scored")
+
+    def answer(pair: Pair) -> Score:
+        if pair not in answers:
+            raise ValueError(
+                f"{scores} lacks a request of these tasks: export and import with the same tasks, --data and --limit"
+            )
+        return answers[pair]
+
+    def compute(task: Any) -> dict[str, Any]:
+        lm = ElsewhereLM(subject.config, subject.tokenizer, answer)
+        return {"limit": request.limit, **run_task(lm, task.load(), request.limit), "model": header["model"]}
+
+    scored = {key: header["model"][key] for key in ("fingerprint", "dtype")}
+    for task in tasks:
+        identity = {**task.identity(), "limit": request.limit, "model": scored}
+        yield Measure(task.name, identity, lambda task=task: compute(task))
+
+
+def _text_measures(subject: Subject, request: Request) -> Iterator[Measure]:
+    lengths = request.lengths or (min(LENGTH, subject.config.max_position_embeddings),)
+    for place in (*request.texts, *request.shards):
+        is_shards = place in request.shards
+        if is_shards:
+            # What is missing or unfinished is said before anything is computed.
+            read_manifest(place)
+        content = sha256(place / MANIFEST if is_shards else place)
+        for length in lengths:
+            stride = request.stride or length
+            kind = "positions" if request.by_position else "perplexity"
+            identity = {
+                "measure": kind,
+                "data": content,
+                "length": length,
+                "stride": stride,
+                "limit": request.limit,
+                "model": subject.identity,
+            }
+
+            def compute(place: Path = place, is_shards: bool = is_shards, length: int = length, stride: int = stride):
+                model = subject.model
+                if request.by_position:
+                    stream = joined_shards(place) if is_shards else JoinedTexts(subject.tokenizer, place)
+                    found = loss_by_position(model, stream, length, request.limit)
+                elif is_shards:
+                    found = shard_perplexity(model, place, length, limit=request.limit)
+                else:
+                    found = text_perplexity(
+                        model, subject.tokenizer, place, length, stride, request.limit, request.batch_size
+                    )
+                return {"data": str(place), "limit": request.limit, **found, "model": subject.about()}
+
+            yield Measure(f"{kind}-{place.name.split('.')[0]}-{length}", identity, compute)

@@ -1,0 +1,163 @@
+"""Log-likelihoods of continuations: what every measure of this package is made of. Needs torch and transformers alone.
+
+``affine-attn eval --export-requests`` writes the harness's requests as token ids; ``affine-attn eval-score`` scores
+them on a machine that has neither the harness nor its data; ``affine-attn eval --import-scores`` makes metrics of that.
+"""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from affine_attn.models.configuration import AffineAttnConfig
+
+REQUESTS, SCORES = "affine-attn requests 1", "affine-attn scores 1"
+# Logits and their logarithms, both in fp32, of a batch.
+_BATCH_BYTES = 512 * 2**20
+_BYTES_PER_LOGIT = 8
+# Beyond it a batch of short requests is no faster, and activations begin to count.
+_MOST_ROWS = 256
+
+
+class Pair(NamedTuple):
+    """Token ids: the continuation is scored, given the context."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class Score(NamedTuple):
+    """The log-likelihood in nats, and whether greedy decoding would have given the continuation."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+def batch_rows(length: int, vocabulary: int, device: torch.device) -> int:
+    """How many sequences of a length go through the model at once."""
+    budget = _BATCH_BYTES
+    if device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] // 4
+    return max(1, min(_MOST_ROWS, budget // (_BYTES_PER_LOGIT * length * vocabulary)))
+
+
+def depends_on_padding(config: PreTrainedConfig) -> bool:
+    """Whether rows of a batch change with its length: N = "keys of the call" counts keys that only pad."""
+    if not isinstance(config, AffineAttnConfig):
+        return False
+    affines = (config.spec(layer).affine for layer in range(config.num_hidden_layers))
+    return any(affine is not None and affine.length == "keys" for affine in affines)
+
+
+def checked_batch_size(config: PreTrainedConfig, batch_size: int | None) -> int | None:
+    """The batch size asked for (None: by length), or 1 for a model whose rows do not stand alone in a batch."""
+    if not depends_on_padding(config):
+        return batch_size
+    if batch_size not in (None, 1):
+        raise ValueError(
+            f'length="keys" counts padding, so this model is scored one by one; got a batch of {batch_size}'
+        )
+    return 1
+
+
+@torch.inference_mode()
+def score(
+    model: PreTrainedModel, pairs: Sequence[Pair], batch_size: int | None = None, progress: str = "Scoring"
+) -> list[Score]:
+    """Score every pair, the longest first; pairs of like length share a batch, padded on the right."""
+    batch_size = checked_batch_size(model.config, batch_size)
+    lengths = [len(pair.context) + len(pair.continuation) - 1 for pair in pairs]
+    for pair in pairs:
+        if not pair.context or not pair.continuation:
+            raise ValueError("a request needs at least one token of context and one of continuation")
+    order = sorted(range(len(pairs)), key=lambda i: -lengths[i])
+    scores: list[Score | None] = [None] * len(pairs)
+    with tqdm(total=len(pairs), desc=progress) as bar:
+        while order:
+            rows = batch_size or batch_rows(lengths[order[0]], model.config.vocab_size, model.device)
+            chosen, order = order[:rows], order[rows:]
+            for i, result in zip(chosen, _score_batch(model, [pairs[i] for i in chosen]), strict=True):
+                scores[i] = result
+            bar.update(len(chosen))
+    return cast(list[Score], scores)
+
+
+def _score_batch(model: PreTrainedModel, pairs: list[Pair]) -> list[Score]:
+    rows = [torch.tensor(pair.context + pair.continuation) for pair in pairs]
+    # Causal attention does not look at what pads the right.
+    inputs = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True).to(model.device)
+    network: Any = model
+    logits: Tensor = network(inputs, use_cache=False).logits
+    return [
+        _score_row(row, len(pair.continuation), given) for row, pair, given in zip(rows, pairs, logits, strict=True)
+    ]
+
+
+def _score_row(tokens: Tensor, scored: int, logits: Tensor) -> Score:
+    last = len(tokens) - 1
+    log_probs = logits[last - scored : last].float().log_softmax(-1)
+    labels = tokens[-scored:].to(logits.device)
+    log_likelihood = log_probs.gather(1, labels[:, None]).sum()
+    return Score(float(log_likelihood), bool((log_probs.argmax(-1) == labels).all()))
+
+
+def score_file(
+    model: PreTrainedModel, about: dict[str, Any], requests: Path, scores: Path, batch_size: int | None = None
+) -> int:
+    """Score a file of requests into a file of scores, whose first line is ``about`` the model; returns how many."""
+    header, lines = read_lines(requests, REQUESTS)
+    pairs = [Pair(tuple(context), tuple(continuation)) for context, continuation in lines]
+    config, longest = model.config, header["max_length"]
+    largest = max((token for pair in pairs for tokens in pair for token in tokens), default=0)
+    if largest >= config.vocab_size or longest > config.max_position_embeddings:
+        raise ValueError(
+            f"{requests} was exported for another model: it has tokens up to {largest} and lengths up to {longest}, "
+            f"this one {config.vocab_size} tokens and {config.max_position_embeddings} positions"
+        )
+    results = score(model, pairs, batch_size)
+    answered = zip(pairs, results, strict=True)
+    write_lines(scores, {"format": SCORES, "requests": digest(pairs), "model": about}, answered)
+    return len(results)
+
+
+def digest(pairs: Iterable[Pair]) -> str:
+    """Of the requests of a file, in its order: scores that were cut or mixed up have another."""
+    total = hashlib.sha256()
+    for pair in pairs:
+        total.update(json.dumps(pair).encode())
+    return total.hexdigest()
+
+
+def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None:
+    """JSON lines, the header first; all of it or nothing. Compressed where the name ends in .gz."""
+    temporary = path.with_name(path.name + ".tmp")
+    with _open(temporary, path.suffix == ".gz", "wt") as file:
+        for content in (header, *rows):
+            file.write(json.dumps(content) + "\n")
+    temporary.replace(path)
+
+
+def read_lines(path: Path, expected: str) -> tuple[dict[str, Any], list[Any]]:
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+    try:
+        with _open(path, path.suffix == ".gz", "rt") as file:
+            header, *rows = map(json.loads, file)
+        found = header["format"]
+    except (ValueError, TypeError, KeyError, EOFError) as error:
+        raise ValueError(f"{path} is not a file of {expected}, or cut short") from error
+    if found != expected:
+        raise ValueError(f"{path} is a file of {found}, not of {expected}")
+    return header, rows
+
+
+def _open(path: Path, compressed: bool, mode: str) -> IO[str]:
+    opener: Any = gzip.open if compressed else open
+    return opener(path, mode, encoding="utf-8")

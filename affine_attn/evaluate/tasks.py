@@ -1,0 +1,216 @@
+"""Tasks of lm-evaluation-harness by name, with the hub's data or with local files in its place.
+
+A local file changes where documents come from and nothing else: the task file that is written for it includes the
+harness's own, with its prompts, metrics and few-shot settings.
+"""
+
+import difflib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import datasets
+    import lm_eval.tasks
+    from datasets.exceptions import DatasetGenerationError
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("tasks need lm-evaluation-harness: pip install 'affine-attn[eval]'") from error
+from jinja2 import UndefinedError
+from lm_eval.api.task import ConfigurableTask
+
+from affine_attn.evaluate.results import sha256
+
+# Of the paper's Table 1, in its order.
+SIX = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zst")
+_SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+_ROOT = Path(lm_eval.tasks.__file__).parent
+_NAME = re.compile(rb"""^["']?task["']?:[ \t]*["']?([^\s"'#]+)["']?[ \t]*$""", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """Where local files are: folders that are searched by the name of a task, and files for single tasks."""
+
+    folders: tuple[Path, ...] = ()
+    files: dict[str, Path] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(given: Iterable[str]) -> "LocalData":
+        """From DIR and TASK=FILE."""
+        folders, files = [], {}
+        for text in given:
+            task, sign, file = text.partition("=")
+            path = Path(file if sign else text)
+            if not (path.is_file() if sign else path.is_dir()):
+                raise ValueError(f"--data {text}: there is no {'file' if sign else 'folder'} {path}")
+            if sign:
+                files[task] = path.resolve()
+            else:
+                folders.append(path.resolve())
+        return LocalData(tuple(folders), files)
+
+    def __bool__(self) -> bool:
+        return bool(self.folders or self.files)
+
+    def splits(self, name: str, config: dict[str, Any]) -> dict[str, Path]:
+        """The file of every split of a task that there is; the one it is evaluated on must be there."""
+        evaluated = config.get("test_split") or config.get("validation_split")
+        wanted = {config[key] for key in _SPLITS if config.get(key)}
+        found = {split: file for split in wanted if (file := self._find(name, split, config)) is not None}
+        if name in self.files:
+            found[evaluated] = self.files[name]
+        if evaluated not in found:
+            where = ", ".join(str(folder / name / f"{evaluated}.jsonl") for folder in self.folders)
+            raise ValueError(
+                f"{name} is evaluated on its {evaluated} split, and there is no file with it: "
+                f"{f'put it at {where}, or ' if where else ''}give --data {name}=FILE"
+            )
+        return found
+
+    def _find(self, name: str, split: str, config: dict[str, Any]) -> Path | None:
+        # Folders may carry the name of the task, of the dataset's configuration or of the dataset.
+        names = [name, config.get("dataset_name"), str(config.get("dataset_path")).split("/")[-1]]
+        candidates = (
+            folder / place / f"{split}{suffix}{compressed}"
+            for folder in self.folders
+            for place in names
+            if place
+            for suffix in _SUFFIXES
+            for compressed in _COMPRESSED
+        )
+        return next((path for path in candidates if path.is_file()), None)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the harness, ready to be loaded."""
+
+    name: str
+    source: Path
+    # Split to file; none: the hub.
+    files: dict[str, Path]
+    config: dict[str, Any]
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the documents and how they are asked and scored."""
+        digests = {split: sha256(file) for split, file in sorted(self.files.items())}
+        return {"task": self.name, "data": digests or "hub", "lm_eval": harness_version()}
+
+    def load(self) -> ConfigurableTask:
+        with _quiet("lm_eval.api.task"):
+            if self.files:
+                return self._load_local()
+            try:
+                return _load(self.source.parent, self.name)
+            except OSError as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(
+                    f"{self.name}: no data from the hub ({reason}); give local files with --data"
+                ) from error
+
+    def _load_local(self) -> ConfigurableTask:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / f"{self.name}.yaml").write_text(self.local_yaml(), encoding="utf-8")
+            try:
+                return _load(Path(folder), self.name)
+            except (KeyError, SyntaxError, UndefinedError, ValueError) as error:
+                files, wanted = ", ".join(map(str, self.files.values())), self.config.get("dataset_path")
+                raise ValueError(
+                    f"{self.name} cannot be made of {files} ({error}); its fields must be those of {wanted}"
+                ) from error
+
+    def local_yaml(self) -> str:
+        """The harness's task file with another origin of documents. Values are JSON, which is YAML."""
+        changed = {
+            "include": str(self.source),
+            "tag": [],
+            "dataset_kwargs": {"task": self.name, "files": {split: str(file) for split, file in self.files.items()}},
+        }
+        # Splits that are not there would be opened for few-shot examples even where none are used.
+        absent = [key for key in _SPLITS if self.config.get(key) and self.config[key] not in self.files]
+        if absent and self.config.get("num_fewshot"):
+            shots = self.config.get("fewshot_split") or self.config.get("training_split")
+            if shots and shots not in self.files:
+                raise ValueError(
+                    f"{self.name} takes few-shot examples from its {shots} split, and there is no file with it"
+                )
+        lines = [f"{key}: {json.dumps(value)}" for key, value in (changed | dict.fromkeys(absent)).items()]
+        return "\n".join([*lines, f"custom_dataset: !function {__name__}.local_dataset", ""])
+
+
+def find_tasks(names: Iterable[str], data: LocalData) -> list[Task]:
+    """The harness's task files, found by their text: reading them all as YAML would take half a minute."""
+    names = list(names)
+    # Files whose path resembles a name first, so that the usual ones are found at once.
+    stems = [name.split("_")[0] for name in names]
+    paths = sorted(_ROOT.rglob("*.yaml"), key=lambda path: not any(stem in str(path) for stem in stems))
+    known: dict[str, Path] = {}
+    for path in paths:
+        if match := _NAME.search(path.read_bytes()):
+            known.setdefault(match[1].decode(), path)
+        if all(name in known for name in names):
+            break
+    return [_task(name, known, data) for name in names]
+
+
+def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "lm_eval ls tasks lists them"
+        raise ValueError(f"lm-evaluation-harness has no task {name!r}; {hint} (groups are given by their tasks)")
+    with _quiet("lm_eval.tasks"):
+        manager = lm_eval.tasks.TaskManager(include_path=str(known[name].parent), include_defaults=False)
+    config = manager.task_index[name].cfg or {}
+    files = data.splits(name, config) if data else {}
+    return Task(name, known[name], files, config)
+
+
+def local_dataset(task: str, files: dict[str, str], **_: Any) -> dict[str, datasets.Dataset]:
+    """What the harness calls for documents, with the task's metadata beside ``dataset_kwargs``."""
+    loaded = {}
+    # Read anew each time and kept in memory: a cache would outlive a change of the file.
+    with tempfile.TemporaryDirectory() as cache:
+        for split, file in files.items():
+            kind = "parquet" if ".parquet" in Path(file).suffixes else "json"
+            datasets.disable_progress_bars()
+            try:
+                documents: Any = datasets.load_dataset(
+                    kind, data_files=file, split="train", cache_dir=cache, keep_in_memory=True
+                )
+            except DatasetGenerationError as error:
+                raise ValueError(f"{file} is damaged, or not JSON lines or parquet") from error
+            # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
+            if task == "boolq" and "label" not in documents.column_names and "answer" in documents.column_names:
+                documents = documents.add_column("label", [int(answer) for answer in documents["answer"]])
+            loaded[split] = documents
+    return loaded
+
+
+def harness_version() -> str:
+    return lm_eval.__version__
+
+
+def _load(folder: Path, name: str) -> ConfigurableTask:
+    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    task: Any = manager.load([name])["tasks"][name]
+    return task
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Without the harness's advice on settings that its own task files leave open."""
+    chosen = logging.getLogger(logger)
+    before = chosen.level
+    chosen.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        chosen.setLevel(before)
