@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
 from tokenizers import Tokenizer
 
 from affine_attn.distill import shards
 from affine_attn.distill.corpus import Source, find_sources
+from affine_attn.distill.progress import token_progress
 from affine_attn.distill.tokenizer import (
     FILE,
     copy_tokenizer,
@@ -114,10 +112,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _same(state: dict[str, Any], settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    for name, value in settings.items():
-        if (old := state["settings"][name]) != value:
-            what = f"{name} {old!r}, not {value!r}" if name != "sources" else _first_difference(old, value)
-            raise ValueError(f"{out} was begun with {what}; give the same, or a new folder")
+    if (old := state["settings"]["sources"]) != (new := settings["sources"]):
+        raise ValueError(f"{out} was begun with {_first_difference(old, new)}; give the same, or a new folder")
+    shards.require_same(state["settings"], settings, out)
     return state
 
 
@@ -260,14 +257,6 @@ def _encoded(encoder: Tokenizer, batches: Iterator[list[_Document]]) -> Iterator
             yield from under_way.result()
 
 
-class _Tokens(ProgressColumn):
-    """Tokens of this run and their rate."""
-
-    def render(self, task: Task) -> Text:
-        tokens = task.fields["tokens"]
-        return Text(f"{tokens:,} tokens, {tokens / task.elapsed if task.elapsed else 0:,.0f}/s")
-
-
 @contextmanager
 def _progress(
     sources: list[Source], begin: dict[str, int], console: Console
@@ -277,14 +266,7 @@ def _progress(
     before = np.cumsum([0, *(size or 0 for size in sizes)])
     total = None if None in sizes else int(before[-1])
 
-    with Progress(
-        BarColumn(),
-        _Tokens(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(),
-        "left",
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
+    with token_progress(console) as progress:
         task = progress.add_task("", total=total, tokens=0, completed=int(before[begin["source"]]) + begin["position"])
 
         def report(document: _Document, tokens: int) -> None:
