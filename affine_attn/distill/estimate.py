@@ -56,17 +56,22 @@ def size(config: PreTrainedConfig) -> Size:
 
 
 def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
-    """Of the teacher, without the network: a preset's, or that of a folder; None if the recipe has no teacher."""
-    if recipe.teacher is None:
+    """Of the teacher; None if the recipe needs none in memory."""
+    if recipe.teacher is None or recipe.teacher_cache:
         return None
     if trained := recipe.teacher_recipe:
         return trained.student_config
-    name = TEACHERS.get(recipe.teacher, recipe.teacher)
+    return architecture(recipe.teacher)
+
+
+def architecture(teacher: str, offline: bool = True) -> PreTrainedConfig:
+    """A preset's, that of a folder or, where the network may be asked, of a hub id."""
+    name = TEACHERS.get(teacher, teacher)
     if name in PRESETS:
         return preset(name, "softmax")
-    if not Path(name).is_dir():
+    if offline and not Path(name).is_dir():
         raise ValueError(f"teacher={name} is no folder and no preset: its size is not known without the network")
-    return AutoConfig.from_pretrained(name, local_files_only=True)
+    return AutoConfig.from_pretrained(name, local_files_only=offline)
 
 
 def flops_per_token(recipe: Recipe, student: Size, teacher: Size | None) -> int:
@@ -119,6 +124,8 @@ def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = 0.4) -> It
     yield f"student     {recipe.student}, {recipe.attention} attention, {student.parameters:,} parameters"
     if teacher:
         yield f"teacher     {recipe.teacher}, {teacher.parameters:,} parameters"
+    elif recipe.teacher_cache:
+        yield f"teacher     none in memory: its targets are read from {recipe.teacher_cache}"
     else:
         yield "teacher     none: plain pretraining"
     shape = f"{recipe.steps:,} steps x {recipe.global_batch} sequences x {recipe.sequence_length}"

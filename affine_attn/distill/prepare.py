@@ -1,8 +1,6 @@
 """``affine-attn prepare``: text to token shards, in constant memory, from where it was stopped."""
 
-import fcntl
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +78,7 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
+    with shards.alone_in(out):
         if (out / shards.MANIFEST).exists():
             manifest = _same(shards.read_json(out / shards.MANIFEST), settings, out)
             (out / shards.PROGRESS).unlink(missing_ok=True)
@@ -96,19 +94,6 @@ def prepare(
         else:
             state = _begin(out, sources, given, settings)
         return _write_shards(out, sources, state, console or Console(stderr=True))
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Two runs in one folder would mix their bytes. The lock is the kernel's, so a killed run leaves none behind."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"another process is preparing {folder}") from error
-    finally:
-        os.close(handle)
 
 
 def _same(state: dict[str, Any], settings: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -5,8 +5,13 @@ endian), ``<split>-<number>.idx`` (where each document starts in it, int64), ``m
 tokenizer.
 """
 
+import fcntl
+import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +25,8 @@ MANIFEST = "manifest.json"
 # Takes the manifest's place until every shard is there.
 PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
+# Where affine-attn cache-teacher writes if no other folder is named.
+TEACHER_CACHE = "teacher-cache"
 SPLITS = ("train", "valid")
 INDEX_DTYPE = np.dtype("<i8")
 # Label of a position that has nothing to predict, as transformers' losses know it.
@@ -60,6 +67,29 @@ def read_manifest(folder: str | Path, command: str = "prepare") -> dict[str, Any
     if (folder / PROGRESS).exists():
         raise ValueError(f"{folder} is not complete: run affine-attn {command} again, it will go on")
     raise ValueError(f"{folder} has no {MANIFEST}: make it with affine-attn {command}")
+
+
+@contextmanager
+def alone_in(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Two runs in one folder would mix their bytes. The lock is the kernel's, so a killed run leaves none behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another process is preparing {folder}") from error
+    finally:
+        os.close(handle)
+
+
+def fingerprint(folder: Path, manifest: dict[str, Any]) -> str:
+    """sha256 of the counts of all shards and the beginning of each: cheap for any amount of data."""
+    known = {"dtype": manifest["dtype"], "shards": manifest["shards"]}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for entry in chain.from_iterable(manifest["shards"][split] for split in SPLITS):
+        with (folder / f"{entry['name']}.bin").open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def require_same(before: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
