@@ -201,7 +201,7 @@ def test_processes_share_the_work(tmp_path, data, teacher, cached):
     out.mkdir()
     with (out / "train-00001.top.tmp").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        other.write(b"half")
+        other.write(b"longer than the file" * 9999)
         assert cache_teacher(plan(data, out), str(teacher), batch=3) is None
         assert not (out / "train-00001.top").exists()
         assert (out / "train-00002.top").exists()
@@ -242,11 +242,9 @@ def test_a_cache_of_something_else_is_refused(tmp_path, data, teacher, cached):
     assert "was made for another tokenizer than that of" in message(tmp_path / "tokenizer")
     shutil.copytree(cached, tmp_path / "cut")
     (tmp_path / "cut" / "train-00001.top").write_bytes(b"short")
-    with pytest.raises(
-        ValueError, match=r"train-00001.top has 5 bytes where the manifest says .*: it was cut or changed"
-    ):
+    with pytest.raises(ValueError, match=r"train-00001\.top has 5 bytes where the manifest says"):
         CachedShards(data, LENGTH, cache=tmp_path / "cut", vocabulary=VOCAB)
-    with pytest.raises(ValueError, match="has no manifest.json: make it with affine-attn cache-teacher"):
+    with pytest.raises(ValueError, match=r"has no manifest\.json: make it with affine-attn cache-teacher"):
         CachedShards(data, LENGTH, cache=tmp_path, vocabulary=VOCAB)
 
 
