@@ -162,6 +162,62 @@ def test_the_cache_beside_the_data_is_the_default(tmp_path, teacher):
     assert "none in memory: its targets are read from" in dry.output
 
 
+# The layout that accelerate gives to a student under FSDP2, on one process.
+SHARDED = """
+import sys
+from types import MethodType
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from affine_attn.distill import losses, trainer
+from affine_attn.models import AffineAttnForCausalLM, preset
+
+torch.manual_seed(0)
+student = AffineAttnForCausalLM(preset("nano", "affine", tie_word_embeddings=sys.argv[1] == "tied")).train()
+student.forward = MethodType(trainer._loss_forward, student)
+student.gradient_checkpointing_enable({"use_reentrant": False})
+ids = torch.randint(0, 256, (2, 16))
+target = losses.TopK(torch.arange(4).repeat(2, 16, 1), torch.randn(2, 16, 4))
+given = dict(input_ids=ids, labels=ids, target=target, spec=losses.LossSpec(), shared=None, tokens=None)
+expected = student(**given).loss
+expected.backward()
+gradients = {name: p.grad for name, p in student.named_parameters()}
+student.zero_grad()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": trainer.SHARDED_BF16}
+for layer in student.model.layers:
+    fully_shard(layer, **options)
+tail = [student.model.norm, student.lm_head]
+if sys.argv[1] == "tied":
+    tail.insert(1, student.model.embed_tokens)
+else:
+    fully_shard(student.model.embed_tokens, **options)
+fully_shard(tail, **options, reshard_after_forward=False)
+fully_shard(student, **options)
+seen, compute = [], trainer.chunked_loss
+trainer.chunked_loss = lambda *arguments, **others: seen.append(arguments) or compute(*arguments, **others)
+parts = student(**given)
+parts.loss.backward()
+(hidden, weight, taken, _), = seen
+assert hidden.dtype == weight.dtype == torch.bfloat16
+assert taken.log_probs.equal(target.log_probs), "the targets were rounded"
+assert parts.loss.dtype == parts.kd.dtype == torch.float32, "the loss was rounded"
+torch.testing.assert_close(parts.loss, expected, rtol=1e-2, atol=0)
+for name, parameter in student.named_parameters():
+    difference = parameter.grad.full_tensor() - gradients[name]
+    assert difference.norm() <= 0.05 * gradients[name].norm() + 1e-6, name
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("head", ["tied", "own"])
+def test_sharded_in_bf16_the_targets_and_the_loss_are_not_rounded(head):
+    command = [sys.executable, "-c", SHARDED, head]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 # Going on
 
 

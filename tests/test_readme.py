@@ -74,7 +74,7 @@ def test_bytes_that_a_device_sends():
     student = estimate.size(chosen.student_config)
     moved = estimate.bytes_moved(chosen, student, 8)
     assert moved["DDP"] == 7 * student.parameters
-    assert moved["FSDP"] == pytest.approx(7 / 8 * student.parameters * 2 * (2 * 16 + 1))
+    assert moved["FSDP"] == pytest.approx(7 / 8 * student.parameters * (2 * 16 * 2 + 4))
     assert set(estimate.bytes_moved(chosen, student, 1).values()) == {0}
 
 

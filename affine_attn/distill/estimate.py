@@ -104,11 +104,11 @@ def bytes_moved(recipe: Recipe, student: Size, devices: int) -> dict[str, float]
 
     DDP: one all-reduce of fp32 gradients, a reduce-scatter and an all-gather of all but the device's own part. FSDP2:
     the weights in the arithmetic's dtype, gathered by every micro-batch for its forward and again for its backward, and
-    one reduce-scatter of the gradients in that dtype.
+    one reduce-scatter of the gradients in fp32.
     """
     width = 2 if recipe.dtype == "bfloat16" else 4
     others = (devices - 1) / devices * student.parameters
-    return {"DDP": 2 * others * 4, "FSDP": (2 * recipe.accumulation(devices) + 1) * others * width}
+    return {"DDP": 2 * others * 4, "FSDP": (2 * recipe.accumulation(devices) * width + 4) * others}
 
 
 def _activations(recipe: Recipe, s: Size) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -25,6 +26,9 @@ from affine_attn.distill.teacher import ask, frozen, largest
 
 METRICS = "metrics.jsonl"
 _UNFINISHED = "checkpoint.tmp"
+# FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
+# the loss that is logged, and sum gradients over ranks in bf16, where DDP does in fp32.
+SHARDED_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 # transformers 5.17 reads the optimizer to the device "cpu:0" where ranks are CPU processes; torch knows "cpu" only.
 torch.serialization.register_package(
@@ -67,6 +71,9 @@ class DistillTrainer(Trainer):
         # Inside the forward, because that is where DDP and FSDP have the weights ready.
         model.forward = MethodType(_loss_forward, model)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **others)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if args.bf16 and plugin is not None and plugin.fsdp_version == 2:
+            plugin.mixed_precision_policy = SHARDED_BF16
         # What is divided by the tokens of all micro-batches must not be divided by their number too.
         self.model_accepts_loss_kwargs = True
         self.loss_spec, self.shared, self.top_k = loss, shared, top_k
