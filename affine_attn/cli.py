@@ -295,6 +295,51 @@ def eval_score(
     console.print(f"{scores}: {count} scores", markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def cache_teacher(
+    data: Annotated[Path, typer.Argument(help="a folder of shards, see: affine-attn prepare")],
+    teacher: Annotated[str, typer.Argument(help="a causal model of the same tokenizer: folder or hub id")],
+    sequence_length: Annotated[int, typer.Option(min=1, help="of the training that will read the cache")] = 2048,
+    top_k: Annotated[int, typer.Option(min=1, help="largest entries kept of every token")] = 64,
+    dtype: Annotated[
+        str, typer.Option(help="of the teacher and of the logits that are kept: bfloat16 or float32")
+    ] = "bfloat16",
+    documents: Annotated[bool, typer.Option(help="whether documents are kept apart, as the recipe's field")] = True,
+    shared_vocab: Annotated[
+        int | None, typer.Option(min=1, help="leading entries that student and teacher share, where sizes differ")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the folder to write; default: DATA/teacher-cache")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences of a forward")] = 8,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens of a file; a killed run loses one at most")] = 1
+    << 22,
+    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
+) -> None:
+    """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.
+
+    Stopped at any moment, the same command goes on. Started once per GPU (--device cuda:0, cuda:1, ...), the processes
+    share the work.
+    """
+    with _one_line_errors():
+        from affine_attn.distill import cache, estimate, shards
+
+        plan = cache.CachePlan(
+            data=data,
+            out=out or data / shards.TEACHER_CACHE,
+            sequence_length=sequence_length,
+            k=top_k,
+            vocabulary=shared_vocab or estimate.architecture(teacher, offline=False).vocab_size,
+            documents=documents,
+            dtype=dtype,
+            shard_tokens=shard_tokens,
+        )
+        console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+        if dry_run:
+            return
+        line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch, device))
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Bad input is answered with a sentence, not with a traceback."""

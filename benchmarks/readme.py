@@ -1,4 +1,4 @@
-"""Writes the README's generated parts: the variants, and from benchmarks/results/*.csv the tables and the picture.
+"""Writes the generated parts of README and docs: the variants, and from benchmarks/results tables and the picture.
 
 ``make bench`` calls it; ``python -m benchmarks.readme`` does the same for files that came from elsewhere.
 """
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from affine_attn.core.variants import variants_table
-from benchmarks import plot
+from benchmarks import plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 
 
@@ -106,13 +106,23 @@ def _three_digits(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def main() -> None:
-    path = ROOT / "README.md"
-    text = path.read_text()
-    for name, generated in (("variants", variants_table()), ("speed", results())):
+def rewrite(text: str, parts: dict[str, str]) -> str:
+    """A document with what stands between the marks of each part replaced."""
+    for name, generated in parts.items():
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
-        text = re.sub(pattern, lambda m, new=generated: f"{m[1]}\n{new}\n\n{m[2]}", text, flags=re.DOTALL)
-    path.write_text(text)
+        text, count = re.subn(pattern, lambda m, new=generated: f"{m[1]}\n{new}\n\n{m[2]}", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the marks of part {name} are there {count} times, not once")
+    return text
+
+
+def main() -> None:
+    documents = {
+        ROOT / "README.md": {"variants": variants_table(), "speed": results()},
+        ROOT / "docs" / "scaling.md": {"scaling": scaling.tables()},
+    }
+    for path, parts in documents.items():
+        path.write_text(rewrite(path.read_text(), parts))
 
 
 if __name__ == "__main__":

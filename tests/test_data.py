@@ -248,7 +248,7 @@ def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path, tokenizer):
 
     program = [sys.executable, "-m", "affine_attn.cli", *(str(out) if word == "OUT" else word for word in command)]
     first = _killed_at(3, program, out)
-    with pytest.raises(ValueError, match="has not finished: run affine-attn prepare again"):
+    with pytest.raises(ValueError, match="is not complete: run affine-attn prepare again"):
         TokenShards(out, 8)
     second = _killed_at(first + 4, program, out)
     assert 3 <= first < second < len(read_manifest(whole)["shards"]["train"])
@@ -403,7 +403,7 @@ def test_bad_folders(tmp_path, prepared):
         shutil.copytree(prepared, tmp_path / name)
         return tmp_path / name
 
-    with pytest.raises(ValueError, match=r"has no manifest.json: make the shards with affine-attn prepare"):
+    with pytest.raises(ValueError, match=r"has no manifest.json: make it with affine-attn prepare"):
         TokenShards(tmp_path, 8)
     with pytest.raises(
         ValueError, match=r"sequence_length must be between 1 and the \d+ train tokens of .*, got 10000000"
@@ -423,7 +423,7 @@ def test_bad_folders(tmp_path, prepared):
         TokenShards(tmp_path / "missing", 8)
     manifest = changed("version") / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ValueError, match="is of format version 9, this package reads 1: prepare the data again"):
+    with pytest.raises(ValueError, match="is of format version 9, this package reads 1: make the folder again"):
         TokenShards(manifest.parent, 8)
     manifest.write_text("[]")
     with pytest.raises(ValueError, match="is damaged"):

@@ -32,17 +32,20 @@ from affine_attn.models import AffineAttnForCausalLM, preset
 VOCAB, LENGTH = 64, 16
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def counting(folder: Path, seed: int = 0) -> Path:
     """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
-    folder = tmp_path_factory.mktemp("shards")
-    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(0)
+    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(seed)
     for _ in range(120):
         start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
         writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
     manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
     shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
     return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return counting(tmp_path_factory.mktemp("shards"))
 
 
 def tiny(data, **changes) -> Recipe:

@@ -13,6 +13,8 @@ from affine_attn.models import PRESETS, preset
 
 # bf16 without sparsity, H100 and H200.
 PEAK_FLOPS = 989e12
+# Part of the peak that is reached, where it was not measured.
+ASSUMED_MFU = 0.4
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,22 @@ def size(config: PreTrainedConfig) -> Size:
 
 
 def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
-    """Of the teacher, without the network: a preset's, or that of a folder; None if the recipe has no teacher."""
-    if recipe.teacher is None:
+    """Of the teacher; None if the recipe needs none in memory."""
+    if recipe.teacher is None or recipe.teacher_cache:
         return None
     if trained := recipe.teacher_recipe:
         return trained.student_config
-    name = TEACHERS.get(recipe.teacher, recipe.teacher)
+    return architecture(recipe.teacher)
+
+
+def architecture(teacher: str, offline: bool = True) -> PreTrainedConfig:
+    """A preset's, that of a folder or, where the network may be asked, of a hub id."""
+    name = TEACHERS.get(teacher, teacher)
     if name in PRESETS:
         return preset(name, "softmax")
-    if not Path(name).is_dir():
+    if offline and not Path(name).is_dir():
         raise ValueError(f"teacher={name} is no folder and no preset: its size is not known without the network")
-    return AutoConfig.from_pretrained(name, local_files_only=True)
+    return AutoConfig.from_pretrained(name, local_files_only=offline)
 
 
 def flops_per_token(recipe: Recipe, student: Size, teacher: Size | None) -> int:
@@ -92,6 +99,18 @@ def memory(recipe: Recipe, student: Size, teacher: Size | None, devices: int) ->
     return {"DDP": training + teacher_bytes + step, "FSDP": training / devices + teacher_bytes + step}
 
 
+def bytes_moved(recipe: Recipe, student: Size, devices: int) -> dict[str, float]:
+    """Bytes that every device must send in an optimizer step, whatever the algorithm of the collectives hides or adds.
+
+    DDP: one all-reduce of fp32 gradients, a reduce-scatter and an all-gather of all but the device's own part. FSDP2:
+    the weights in the arithmetic's dtype, gathered by every micro-batch for its forward and again for its backward, and
+    one reduce-scatter of the gradients in fp32.
+    """
+    width = 2 if recipe.dtype == "bfloat16" else 4
+    others = (devices - 1) / devices * student.parameters
+    return {"DDP": 2 * others * 4, "FSDP": (2 * recipe.accumulation(devices) * width + 4) * others}
+
+
 def _activations(recipe: Recipe, s: Size) -> int:
     """Numbers kept for the backward by the layers of a micro-batch."""
     tokens = recipe.micro_batch * recipe.sequence_length
@@ -107,7 +126,7 @@ def _loss_buffers(student: Size, teacher: Size | None, width: int) -> int:
     return (2 if teacher else 1) * CHUNK_BYTES + (width + 4) * student.vocab * student.hidden
 
 
-def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = 0.4) -> Iterator[str]:
+def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = ASSUMED_MFU) -> Iterator[str]:
     """What ``affine-attn distill --dry-run`` prints, line by line."""
     recipe.accumulation(devices)
     student, config = size(recipe.student_config), teacher_config(recipe)
@@ -119,6 +138,8 @@ def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = 0.4) -> It
     yield f"student     {recipe.student}, {recipe.attention} attention, {student.parameters:,} parameters"
     if teacher:
         yield f"teacher     {recipe.teacher}, {teacher.parameters:,} parameters"
+    elif recipe.teacher_cache:
+        yield f"teacher     none in memory: its targets are read from {recipe.teacher_cache}"
     else:
         yield "teacher     none: plain pretraining"
     shape = f"{recipe.steps:,} steps x {recipe.global_batch} sequences x {recipe.sequence_length}"
@@ -128,14 +149,14 @@ def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = 0.4) -> It
     yield f"memory      per GPU, estimated, at micro_batch={recipe.micro_batch}: {gib}"
     speed = recipe.tokens / seconds
     many = f"{devices} GPU{'s' if devices > 1 else ''} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
-    yield f"time        {_duration(seconds)} on {many} at {mfu:.0%} of peak ({speed:,.0f} tokens/s), by calculation"
+    yield f"time        {duration(seconds)} on {many} at {mfu:.0%} of peak ({speed:,.0f} tokens/s), by calculation"
     yield f"lr sweep    {', '.join(f'learning_rate={rate:g}' for rate in LEARNING_RATES)} (the ends are the paper's)"
     ours = recipe.ours()
     yield "the paper's " + " ".join(f"{key}={value}" for key, value in vars(recipe).items() if key not in ours)
     yield "ours        " + " ".join(f"{key}={value}" for key, value in ours.items())
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"

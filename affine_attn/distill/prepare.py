@@ -1,8 +1,6 @@
 """``affine-attn prepare``: text to token shards, in constant memory, from where it was stopped."""
 
-import fcntl
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +12,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
 from tokenizers import Tokenizer
 
 from affine_attn.distill import shards
 from affine_attn.distill.corpus import Source, find_sources
+from affine_attn.distill.progress import token_progress
 from affine_attn.distill.tokenizer import (
     FILE,
     copy_tokenizer,
@@ -82,7 +78,7 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
+    with shards.alone_in(out):
         if (out / shards.MANIFEST).exists():
             manifest = _same(shards.read_json(out / shards.MANIFEST), settings, out)
             (out / shards.PROGRESS).unlink(missing_ok=True)
@@ -100,24 +96,10 @@ def prepare(
         return _write_shards(out, sources, state, console or Console(stderr=True))
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Two runs in one folder would mix their bytes. The lock is the kernel's, so a killed run leaves none behind."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"another process is preparing {folder}") from error
-    finally:
-        os.close(handle)
-
-
 def _same(state: dict[str, Any], settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    for name, value in settings.items():
-        if (old := state["settings"][name]) != value:
-            what = f"{name} {old!r}, not {value!r}" if name != "sources" else _first_difference(old, value)
-            raise ValueError(f"{out} was begun with {what}; give the same, or a new folder")
+    if (old := state["settings"]["sources"]) != (new := settings["sources"]):
+        raise ValueError(f"{out} was begun with {_first_difference(old, new)}; give the same, or a new folder")
+    shards.require_same(state["settings"], settings, out)
     return state
 
 
@@ -260,14 +242,6 @@ def _encoded(encoder: Tokenizer, batches: Iterator[list[_Document]]) -> Iterator
             yield from under_way.result()
 
 
-class _Tokens(ProgressColumn):
-    """Tokens of this run and their rate."""
-
-    def render(self, task: Task) -> Text:
-        tokens = task.fields["tokens"]
-        return Text(f"{tokens:,} tokens, {tokens / task.elapsed if task.elapsed else 0:,.0f}/s")
-
-
 @contextmanager
 def _progress(
     sources: list[Source], begin: dict[str, int], console: Console
@@ -277,14 +251,7 @@ def _progress(
     before = np.cumsum([0, *(size or 0 for size in sizes)])
     total = None if None in sizes else int(before[-1])
 
-    with Progress(
-        BarColumn(),
-        _Tokens(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(),
-        "left",
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
+    with token_progress(console) as progress:
         task = progress.add_task("", total=total, tokens=0, completed=int(before[begin["source"]]) + begin["position"])
 
         def report(document: _Document, tokens: int) -> None:

@@ -11,11 +11,13 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import variant
 from affine_attn.distill.losses import LossSpec
+from affine_attn.distill.shards import TEACHER_CACHE
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
 from affine_attn.models.presets import at_length
 
@@ -43,7 +45,7 @@ class Recipe:
     """All that decides the numbers of a run."""
 
     # The models: a preset with a variant; and a folder, a hub id, train or train:PRESET (trained first, by the same
-    # recipe), a preset (random weights, to measure speed), or none.
+    # recipe), cache or cache:FOLDER (affine-attn cache-teacher), a preset (random weights, to measure speed), or none.
     student: str = _paper("llama3.2-1b", "qwen1.5-0.5b", "llama3.2-3b")
     attention: str = _paper("affine", "softmax", "sink", "gated", "affine_gated", "affine_sigmoid")
     teacher: str | None = _paper("meta-llama/Llama-3.2-3B", "Qwen/Qwen1.5-1.8B")
@@ -71,6 +73,7 @@ class Recipe:
     temperature: float = _ours(1.0)
     hard: float = _ours(0.0)  # share of the cross-entropy on the labels
     shared_vocab: int | None = _ours(None)  # leading entries that student and teacher share, where sizes differ
+    top_k: int | None = _ours(None)  # the teacher cut to its largest entries and renormalised; of a cache: what it has
 
     seed: int = _ours(0)
     dtype: Literal["float32", "bfloat16"] = _ours("bfloat16")  # of the arithmetic; the student's weights are float32
@@ -96,6 +99,10 @@ class Recipe:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are more than steps={self.steps}"
             )
+        if self.top_k is not None and (self.teacher is None or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k} must be positive, and have a teacher to cut")
+        if self.loss == "reverse_kl" and (self.top_k or self.teacher_cache):
+            raise ValueError("loss=reverse_kl needs the whole teacher: it is infinite where a target is 0")
         for name, kind in typing.get_type_hints(type(self)).items():
             allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
             if allowed and getattr(self, name) not in allowed:
@@ -121,8 +128,15 @@ class Recipe:
         if kind != "train":
             return None
         vocab_size = self.student_config.vocab_size
-        changes = {"student": name or self.student, "attention": "softmax", "teacher": None, "shared_vocab": None}
+        changes = {"student": name or self.student, "attention": "softmax"}
+        changes |= {"teacher": None, "shared_vocab": None, "top_k": None}
         return dataclasses.replace(self, **changes, vocab_size=vocab_size)
+
+    @property
+    def teacher_cache(self) -> Path | None:
+        """Of a teacher that is read from a cache: its folder, by default inside that of the data."""
+        kind, _, folder = (self.teacher or "").partition(":")
+        return Path(folder or f"{self.data}/{TEACHER_CACHE}") if kind == "cache" else None
 
     @property
     def loss_spec(self) -> LossSpec:

@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from affine_attn.distill.cache import CachedShards
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.trainer import DistillTrainer
@@ -38,8 +39,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     checkpoint = _checkpoint(recipe, output, resume)
     if (output / MODEL).exists():
         return output / MODEL
-    dataset = TokenShards(recipe.data, recipe.sequence_length, documents=recipe.documents)
-    config = recipe.student_config
+    dataset, config = _dataset(recipe), recipe.student_config
     if dataset.manifest["vocab_size"] > config.vocab_size:
         raise ValueError(
             f"{recipe.data} has tokens up to {dataset.manifest['vocab_size'] - 1}, the student's vocabulary "
@@ -56,6 +56,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
         compile=recipe.compile,
+        top_k=recipe.top_k,
     )
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
@@ -125,8 +126,16 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     return get_last_checkpoint(str(output))
 
 
+def _dataset(recipe: Recipe, split: str = "train") -> TokenShards:
+    place: tuple[Any, ...] = (recipe.data, recipe.sequence_length, split, recipe.documents)
+    if recipe.teacher_cache is None:
+        return TokenShards(*place)
+    vocabulary = recipe.shared_vocab or recipe.student_config.vocab_size
+    return CachedShards(*place, cache=recipe.teacher_cache, vocabulary=vocabulary, top_k=recipe.top_k)
+
+
 def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
-    if recipe.teacher is None:
+    if recipe.teacher is None or recipe.teacher_cache:
         return None
     dtype = getattr(torch, recipe.dtype)
     if trained := recipe.teacher_recipe:

@@ -5,8 +5,13 @@ endian), ``<split>-<number>.idx`` (where each document starts in it, int64), ``m
 tokenizer.
 """
 
+import fcntl
+import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +25,8 @@ MANIFEST = "manifest.json"
 # Takes the manifest's place until every shard is there.
 PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
+# Where affine-attn cache-teacher writes if no other folder is named.
+TEACHER_CACHE = "teacher-cache"
 SPLITS = ("train", "valid")
 INDEX_DTYPE = np.dtype("<i8")
 # Label of a position that has nothing to predict, as transformers' losses know it.
@@ -35,13 +42,9 @@ def token_dtype(name: str) -> np.dtype:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """All of it or nothing, also if the machine loses power."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with temporary(path).open("wb") as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+        settle(file, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -50,19 +53,93 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged: it is not the JSON that affine-attn prepare writes") from error
+        raise ValueError(f"{path} is damaged: it is not the JSON that this package writes") from error
     if version != VERSION:
-        raise ValueError(f"{path} is of format version {version}, this package reads {VERSION}: prepare the data again")
+        raise ValueError(f"{path} is of format version {version}, this package reads {VERSION}: make the folder again")
     return content
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_manifest(folder: str | Path, command: str = "prepare") -> dict[str, Any]:
+    """Of a folder that ``affine-attn command`` has finished."""
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         return read_json(folder / MANIFEST)
     if (folder / PROGRESS).exists():
-        raise ValueError(f"the preparation of {folder} has not finished: run affine-attn prepare again, it will go on")
-    raise ValueError(f"{folder} has no {MANIFEST}: make the shards with affine-attn prepare {folder}")
+        raise ValueError(f"{folder} is not complete: run affine-attn {command} again, it will go on")
+    raise ValueError(f"{folder} has no {MANIFEST}: make it with affine-attn {command}")
+
+
+@contextmanager
+def alone_in(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Two runs in one folder would mix their bytes. The lock is the kernel's, so a killed run leaves none behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another process is preparing {folder}") from error
+    finally:
+        os.close(handle)
+
+
+def fingerprint(folder: Path, manifest: dict[str, Any]) -> str:
+    """sha256 of the counts of all shards and the beginning of each: cheap for any amount of data."""
+    known = {"dtype": manifest["dtype"], "shards": manifest["shards"]}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for entry in chain.from_iterable(manifest["shards"][split] for split in SPLITS):
+        with (folder / f"{entry['name']}.bin").open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def require_same(before: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
+    """What was begun goes on with the settings it was begun with."""
+    for name, value in settings.items():
+        if before[name] != value:
+            raise ValueError(
+                f"{folder} was begun with {name} {before[name]!r}, not {value!r}; give the same, or a new folder"
+            )
+
+
+def settle(file: BinaryIO, path: Path) -> None:
+    """Give what was written to ``path``.tmp its name, once it is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+    temporary(path).replace(path)
+    file.close()
+
+
+def temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def require_size(path: Path, size: int) -> None:
+    if not path.exists():
+        raise ValueError(f"{path} is missing: the manifest lists it")
+    if path.stat().st_size != size:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes where the manifest says {size}: it was cut or changed"
+        )
+
+
+class MappedFiles:
+    """Arrays of a folder's files, mapped when a process first needs them; small to pickle."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._mapped: dict[str, np.ndarray] = {}
+
+    def __call__(self, name: str, dtype: np.dtype) -> np.ndarray:
+        if name not in self._mapped:
+            if len(self._mapped) >= MAX_MAPPED:
+                self._mapped.clear()
+            # A view as a plain array: a memmap's own slices are many times slower to make.
+            self._mapped[name] = np.memmap(self._folder / name, dtype, mode="r").view(np.ndarray)
+        return self._mapped[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped array would be pickled with all its content.
+        return {**self.__dict__, "_mapped": {}}
 
 
 class ShardWriter:
@@ -75,7 +152,7 @@ class ShardWriter:
 
     def append(self, document: np.ndarray) -> None:
         if self._file is None:
-            self._file = (self._folder / f"{self.name}.bin.tmp").open("wb", buffering=1 << 20)
+            self._file = temporary(self._path("bin")).open("wb", buffering=1 << 20)
         self._starts.append(self.tokens)
         self._file.write(document.astype(self._dtype).tobytes())
         self.tokens += len(document)
@@ -84,18 +161,14 @@ class ShardWriter:
         """The shard's entry in the manifest; none if it holds no document."""
         if self._file is None:
             return []
-        self._finish(self._file, "bin")
-        index = (self._folder / f"{self.name}.idx.tmp").open("wb")
-        index.write(np.array(self._starts, INDEX_DTYPE).tobytes())
-        self._finish(index, "idx")
+        settle(self._file, self._path("bin"))
+        with temporary(self._path("idx")).open("wb") as index:
+            index.write(np.array(self._starts, INDEX_DTYPE).tobytes())
+            settle(index, self._path("idx"))
         return [{"name": self.name, "tokens": self.tokens, "documents": len(self._starts)}]
 
-    def _finish(self, file: BinaryIO, suffix: str) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        target = self._folder / f"{self.name}.{suffix}"
-        target.with_name(target.name + ".tmp").replace(target)
+    def _path(self, suffix: str) -> Path:
+        return self._folder / f"{self.name}.{suffix}"
 
 
 class TokenShards(Dataset[dict[str, Tensor]]):
@@ -124,8 +197,8 @@ class TokenShards(Dataset[dict[str, Tensor]]):
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         self._shards = self.manifest["shards"][split]
         for shard in self._shards:
-            self._check(shard["name"] + ".bin", shard["tokens"] * self.dtype.itemsize)
-            self._check(shard["name"] + ".idx", shard["documents"] * INDEX_DTYPE.itemsize)
+            require_size(self.folder / f"{shard['name']}.bin", shard["tokens"] * self.dtype.itemsize)
+            require_size(self.folder / f"{shard['name']}.idx", shard["documents"] * INDEX_DTYPE.itemsize)
         # Where each shard starts in the split, and where the last one ends.
         self._offsets = np.cumsum([0, *(shard["tokens"] for shard in self._shards)], dtype=np.int64)
         self.tokens = int(self._offsets[-1])
@@ -134,16 +207,7 @@ class TokenShards(Dataset[dict[str, Tensor]]):
                 f"sequence_length must be between 1 and the {self.tokens} {split} tokens of {folder}, "
                 f"got {sequence_length}"
             )
-        self._mapped: dict[str, np.ndarray] = {}
-
-    def _check(self, name: str, size: int) -> None:
-        path = self.folder / name
-        if not path.exists():
-            raise ValueError(f"{path} is missing: the manifest lists it")
-        if path.stat().st_size != size:
-            raise ValueError(
-                f"{path} has {path.stat().st_size} bytes where the manifest says {size}: it was cut or changed"
-            )
+        self._map = MappedFiles(self.folder)
 
     @property
     def tokenizer(self) -> Path:
@@ -197,15 +261,3 @@ class TokenShards(Dataset[dict[str, Tensor]]):
             pieces.append((f"{self._shards[shard]['name']}.{suffix}", offset, start - offset, end - offset))
             start, shard = end, shard + 1
         return pieces
-
-    def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
-        if name not in self._mapped:
-            if len(self._mapped) >= MAX_MAPPED:
-                self._mapped.clear()
-            # A view as a plain array: a memmap's own slices are many times slower to make.
-            self._mapped[name] = np.memmap(self.folder / name, dtype, mode="r").view(np.ndarray)
-        return self._mapped[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A mapped array would be pickled with all its content.
-        return {**self.__dict__, "_mapped": {}}

@@ -13,16 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from affine_attn.core.alpha import track_alpha
-from affine_attn.distill.losses import Loss, LossSpec, Teacher, chunked_loss
+from affine_attn.distill.cache import CachedShards, cached_target
+from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.teacher import ask, frozen, largest
 
 METRICS = "metrics.jsonl"
 _UNFINISHED = "checkpoint.tmp"
+# FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
+# the loss that is logged, and sum gradients over ranks in bf16, where DDP does in fp32.
+SHARDED_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 # transformers 5.17 reads the optimizer to the device "cpu:0" where ranks are CPU processes; torch knows "cpu" only.
 torch.serialization.register_package(
@@ -36,6 +42,7 @@ class DistillTrainer(Trainer):
     model: any causal model of transformers with a plain head; affine attention's average is tracked by itself.
     shared: number of leading vocabulary entries that student and teacher share, where their sizes differ.
     compile: torch.compile for the decoder layers of both. One by one: they share what was compiled for the first.
+    top_k: the teacher's target cut to so many entries (``Largest``), as ``CachedShards`` have it without a teacher.
 
     ``args`` are Trainer's, with ``max_steps``; everything Trainer and accelerate do with them (DDP, FSDP, accumulation,
     resuming) holds. Next to the checkpoints, ``metrics.jsonl`` has a line for every logged step. While the trainer
@@ -51,6 +58,7 @@ class DistillTrainer(Trainer):
         loss: LossSpec = LossSpec(),
         shared: int | None = None,
         compile: bool = False,
+        top_k: int | None = None,
         **others: Any,
     ):
         if args.n_gpu > 1:
@@ -65,11 +73,14 @@ class DistillTrainer(Trainer):
         # Inside the forward, because that is where DDP and FSDP have the weights ready.
         model.forward = MethodType(_loss_forward, model)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **others)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if args.bf16 and plugin is not None and plugin.fsdp_version == 2:
+            plugin.mixed_precision_policy = SHARDED_BF16
         # What is divided by the tokens of all micro-batches must not be divided by their number too.
         self.model_accepts_loss_kwargs = True
-        self.loss_spec, self.shared = loss, shared
+        self.loss_spec, self.shared, self.top_k = loss, shared, top_k
         self._folder = Path(args.output_dir or ".")
-        self.teacher = None if teacher is None else _frozen(teacher, args.device)
+        self.teacher = None if teacher is None else frozen(teacher, args.device)
         if compile:
             for layer in (*_layers(model), *(() if self.teacher is None else _layers(self.teacher))):
                 layer.compile()
@@ -98,7 +109,7 @@ class DistillTrainer(Trainer):
         parts: Loss = model(
             **context,
             labels=inputs["shift_labels"],
-            target=self._target(context),
+            target=self._target(inputs, context),
             spec=self.loss_spec,
             shared=self.shared,
             tokens=num_items_in_batch,
@@ -112,14 +123,11 @@ class DistillTrainer(Trainer):
                 loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    @torch.no_grad()
-    def _target(self, context: dict[str, Tensor]) -> Teacher | None:
+    def _target(self, inputs: dict[str, Tensor], context: dict[str, Tensor]) -> Teacher | TopK | None:
         if self.teacher is None:
-            return None
-        # In the teacher's own dtype: autocast would be another teacher.
-        with torch.autocast(self.args.device.type, enabled=False):
-            hidden = self.teacher.base_model(**context, use_cache=False).last_hidden_state
-        return Teacher(hidden, self.teacher.get_output_embeddings().weight)
+            return cached_target(inputs)
+        target = ask(self.teacher, context)
+        return target if self.top_k is None else largest(target, self.top_k, self.shared).target
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
@@ -142,7 +150,8 @@ class DistillTrainer(Trainer):
             sums, step = self._parts
             total: Any = self.accelerator.reduce(sums, "sum")
             kd, hard, entropy = (total / (self.state.global_step - step)).tolist()
-            logs |= {"kd": kd, "hard": hard, "entropy": entropy} if self.teacher is not None else {"hard": hard}
+            has_target = self.teacher is not None or isinstance(self.train_dataset, CachedShards)
+            logs |= {"kd": kd, "hard": hard, "entropy": entropy} if has_target else {"hard": hard}
             self._parts = None
         super().log(logs, start_time)
 
@@ -180,7 +189,7 @@ def _loss_forward(
     self: Any,
     input_ids: Tensor,
     labels: Tensor,
-    target: Teacher | None,
+    target: Teacher | TopK | None,
     spec: LossSpec,
     shared: int | None,
     tokens: Tensor | int | None,
@@ -195,23 +204,6 @@ def _loss_forward(
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks a model consists of, by the name that transformers has for them."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-
-
-@torch.no_grad()
-def _frozen(teacher: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Ready to be asked. Heads with more than a product (biases, caps, scales) would silently be another teacher."""
-    teacher = teacher.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
-    ids = torch.arange(4, device=device)[None]
-    hidden = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    product = hidden @ teacher.get_output_embeddings().weight.T
-    if not torch.allclose(
-        teacher(input_ids=ids, use_cache=False).logits.float(), product.float(), rtol=1e-2, atol=1e-2
-    ):
-        raise ValueError(
-            f"{type(teacher).__name__}: its logits are not the product of its last hidden states and its head, "
-            "which is what the loss computes"
-        )
-    return teacher
 
 
 class _Bar(ProgressCallback):
