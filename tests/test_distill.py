@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.distill import estimate, shards
 from affine_attn.distill.losses import chunked_loss
@@ -28,41 +26,12 @@ from affine_attn.distill.run import run, training_arguments
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
-
-VOCAB, LENGTH = 64, 16
+from tests.tiny_runs import VOCAB, averages, counting_shards, metrics, tiny
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
-    folder = tmp_path_factory.mktemp("shards")
-    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(0)
-    for _ in range(120):
-        start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
-        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
-    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
-    shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
-    return folder
-
-
-def tiny(data, **changes) -> Recipe:
-    fields = {
-        "student": "nano",
-        "teacher": None,
-        "vocab_size": VOCAB,
-        "data": str(data),
-        "sequence_length": LENGTH,
-        "global_batch": 4,
-        "micro_batch": 4,
-        "steps": 6,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "decay_steps": 2,
-        "dtype": "float32",
-        "save_steps": 100,
-        "workers": 0,
-    }
-    return Recipe(**(fields | changes))
+    return counting_shards(tmp_path_factory.mktemp("shards"))
 
 
 def trainer(chosen: Recipe, output, teacher=None) -> DistillTrainer:
@@ -72,14 +41,6 @@ def trainer(chosen: Recipe, output, teacher=None) -> DistillTrainer:
     args = training_arguments(chosen, output)
     args.disable_tqdm = True
     return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec)
-
-
-def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def averages(model) -> torch.Tensor:
-    return torch.stack([gate.alpha_ma for gate in alpha_gates(model)])
 
 
 # Recipes
