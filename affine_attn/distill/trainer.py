@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, chunked_loss
@@ -81,6 +81,12 @@ class DistillTrainer(Trainer):
         model: Any = self.accelerator.unwrap_model(self.model)
         model.__dict__.pop("forward", None)
         return model
+
+    def train(self, *args: Any, **others: Any) -> Any:
+        if self.args.should_save:
+            # What a killed run left.
+            shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
+        return super().train(*args, **others)
 
     def compute_loss(
         self,
@@ -149,11 +155,8 @@ class DistillTrainer(Trainer):
                 raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}; {good}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Written under another name and renamed when complete: a checkpoint that can be seen can be loaded."""
+        """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
         folder, unfinished = self._folder, self._folder / _UNFINISHED
-        if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
         # Trainer asks this for the folder in which it makes checkpoint-<step>.
         self._get_output_dir = lambda trial: str(unfinished)
         try:
@@ -163,11 +166,14 @@ class DistillTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             name = f"checkpoint-{self.state.global_step}"
-            # One of that name is left by a run that was stopped after it and resumed from an earlier one.
-            shutil.rmtree(folder / name, ignore_errors=True)
+            if (folder / name).exists():
+                # Left by a run that was stopped after it and resumed from an earlier one.
+                (folder / name).replace(unfinished / "replaced")
             (unfinished / name).replace(folder / name)
-            unfinished.rmdir()
-            rotate_checkpoints(output_dir=str(folder), save_total_limit=self.args.save_total_limit, use_mtime=False)
+            limit = self.args.save_total_limit or 0
+            for old in sort_checkpoints(str(folder))[:-limit] if limit > 0 else ():
+                Path(old).replace(unfinished / Path(old).name)
+            shutil.rmtree(unfinished)
         self.accelerator.wait_for_everyone()
 
 
@@ -224,10 +230,13 @@ class _MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        # Steps after the checkpoint are about to be done again; a line that was cut is the last.
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        written = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        # Steps after the checkpoint are about to be done again; a line without its end was cut.
+        lines = written[: written.rfind("\n") + 1].splitlines()
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.path)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
