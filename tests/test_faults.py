@@ -1,4 +1,4 @@
-"""Runs that are killed, and what --resume makes of what they left.
+"""Runs that end badly, and what --resume makes of what they left.
 
 Each run is a process of its own, forked from a Python that has only done its imports: those take seconds, a run less.
 """
@@ -8,11 +8,15 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,52 +34,51 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload([__name__])
 
 
-class Kill(NamedTuple):
-    """SIGKILL before a change of the run's folder (their number), or so many seconds after its start."""
+class Fault(NamedTuple):
+    """What happens to a run just before it makes change number ``change`` in its folder."""
 
     change: int | None = None
-    seconds: float | None = None
+    act: Callable[[], None] = partial(signal.raise_signal, signal.SIGKILL)
 
 
 def command(data: Path, output: Path, *more: str, **changes) -> list[str]:
-    chosen = tiny(data, steps=STEPS, save_steps=SAVE_STEPS, **changes)
-    return [
-        "distill",
-        "demo",
-        *(f"{name}={value}" for name, value in asdict(chosen).items()),
-        f"--output={output}",
-        *more,
-    ]
+    fields = asdict(tiny(data, **({"steps": STEPS, "save_steps": SAVE_STEPS} | changes)))
+    return ["distill", "demo", *(f"{name}={value}" for name, value in fields.items()), f"--output={output}", *more]
 
 
-def _child(arguments: list[str], log: Path, folder: Path, kill_at: int | None) -> None:
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def _child(arguments: list[str], output: Path, fault: Fault, environment: dict[str, str]) -> None:
+    rank = environment.get("RANK", "")
+    descriptor = os.open(output.with_suffix(f".log{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.environ.update(environment)
     torch.set_num_threads(1)
     seen = []
 
     def watch(event: str, details: tuple) -> None:
         # A relative path is a name inside a folder that is being deleted.
-        if event in CHANGES and (Path(str(details[0])).is_relative_to(folder) or not os.path.isabs(str(details[0]))):
-            if len(seen) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event in CHANGES and (Path(str(details[0])).is_relative_to(output) or not os.path.isabs(str(details[0]))):
             seen.append(f"{event} {details[0]}")
+            if len(seen) - 1 == fault.change:
+                fault.act()
 
     sys.addaudithook(watch)
-    app(arguments, standalone_mode=False)
-    log.with_suffix(".changes").write_text(json.dumps(seen))
+    try:
+        app(arguments)
+    finally:
+        output.with_suffix(f".changes{rank}").write_text(json.dumps(seen))
 
 
-def train(arguments: list[str], output: Path, kill: Kill = Kill()) -> int:
-    """The exit code of the command, carried out in ``output``; negative: the signal that ended it."""
-    log = output.with_suffix(".log")
-    process = processes.Process(target=_child, args=(arguments, log, output, kill.change))
+def start(arguments: list[str], output: Path, fault: Fault = Fault(), **environment: str):
+    """The command as a process."""
+    process = processes.Process(target=_child, args=(arguments, output, fault, environment))
     process.start()
-    if kill.seconds is not None:
-        process.join(kill.seconds)
-        process.kill()
-    process.join(120)
+    return process
+
+
+def ended(process, seconds: float = 120) -> int | None:
+    """Its exit code; negative: the signal that ended it; None: it is still there."""
+    process.join(seconds)
     return process.exitcode
 
 
@@ -85,19 +88,23 @@ def data(tmp_path_factory):
 
 
 class Whole(NamedTuple):
+    """The run to which nothing happens: its folder with all checkpoints, its time, its changes with the usual ones."""
+
     folder: Path
     seconds: float
     changes: list[str]
 
+    def find(self, pattern: str) -> list[int]:
+        return [i for i, change in enumerate(self.changes) if re.match(pattern, change)]
+
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory) -> Whole:
-    """The run that nobody kills, all its checkpoints kept."""
     folder, usual = (tmp_path_factory.mktemp("whole") / name for name in ("run", "usual"))
-    assert train(command(data, usual), usual) == 0
-    start = time.monotonic()
-    assert train(command(data, folder, keep_checkpoints=9), folder) == 0
-    return Whole(folder, time.monotonic() - start, json.loads(usual.with_suffix(".changes").read_text()))
+    assert ended(start(command(data, usual), usual)) == 0
+    begin = time.monotonic()
+    assert ended(start(command(data, folder, keep_checkpoints=9), folder)) == 0
+    return Whole(folder, time.monotonic() - begin, json.loads(usual.with_suffix(".changes").read_text()))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -112,23 +119,37 @@ def losses(folder: Path) -> list[dict]:
     return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in metrics(folder)]
 
 
-def moment(seed: int, whole: Whole) -> Kill:
-    """In turn: while a checkpoint is written; while files are moved and deleted; any time at all."""
-    chance = random.Random(seed)
-    if seed % 3 == 2:
-        return Kill(seconds=chance.uniform(0, whole.seconds))
-    pattern = r"open .*checkpoint\.tmp/checkpoint-" if seed % 3 == 0 else r"os\.(rename|remove|rmdir) "
-    return Kill(change=chance.choice([i for i, change in enumerate(whole.changes) if re.match(pattern, change)]))
+def resumes(data: Path, output: Path, whole: Whole) -> bool:
+    """To the very numbers and bytes of the run to which nothing happened."""
+    assert ended(start(command(data, output, "--resume"), output)) == 0
+    assert losses(output) == losses(whole.folder)
+    for name in ("model", f"checkpoint-{STEPS}"):
+        assert content(output / name) == content(whole.folder / name)
+    return not list(output.glob("*.tmp"))
+
+
+def log(output: Path, rank: str = "") -> str:
+    return output.with_suffix(f".log{rank}").read_text()
+
+
+# kill -9
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(3, 20))])
 def test_a_killed_run_resumes_to_the_run_that_was_not(seed, data, whole, tmp_path):
-    output, kill = tmp_path / "run", moment(seed, whole)
-    while (code := train(command(data, output), output, kill)) == 0 and kill.seconds:
-        # It was faster than the clock.
-        shutil.rmtree(output)
-        kill = Kill(seconds=0.7 * kill.seconds)
-    assert code == -signal.SIGKILL
+    """In turn: killed while a checkpoint is written; while files are moved and deleted; any time at all."""
+    output, chance = tmp_path / "run", random.Random(seed)
+    if seed % 3 == 2:
+        seconds = chance.uniform(0, whole.seconds)
+        while ended(process := start(command(data, output), output), seconds) == 0:
+            # It was faster than the clock.
+            shutil.rmtree(output)
+            seconds *= 0.7
+        process.kill()
+    else:
+        pattern = r"open .*checkpoint\.tmp/checkpoint-" if seed % 3 == 0 else r"os\.(rename|remove|rmdir) "
+        process = start(command(data, output), output, Fault(chance.choice(whole.find(pattern))))
+    assert ended(process) == -signal.SIGKILL
     if seed % 3 == 0:
         assert list(output.glob("checkpoint.tmp/checkpoint-*"))
     left = list(output.glob("checkpoint-*"))
@@ -137,9 +158,73 @@ def test_a_killed_run_resumes_to_the_run_that_was_not(seed, data, whole, tmp_pat
     # At most the steps since the last one are lost.
     done = len(metrics(output)) if (output / "metrics.jsonl").exists() else 0
     assert max([int(checkpoint.name.split("-")[1]) for checkpoint in left], default=0) >= done - SAVE_STEPS
+    assert resumes(data, output, whole)
 
-    assert train(command(data, output, "--resume"), output) == 0
-    assert losses(output) == losses(whole.folder)
-    assert content(output / "model") == content(whole.folder / "model")
-    assert content(output / f"checkpoint-{STEPS}") == content(whole.folder / f"checkpoint-{STEPS}")
-    assert not list(output.glob("*.tmp"))
+
+# SIGTERM
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint(data, whole, tmp_path):
+    output = tmp_path / "run"
+    # While the fourth line of the metrics is written: the fifth step is the next that is logged.
+    fault = Fault(whole.find(r"open .*/metrics\.jsonl")[3], partial(signal.raise_signal, signal.SIGTERM))
+    assert ended(start(command(data, output), output, fault)) == 143
+    stopped = f"stopped by SIGTERM: {output}/checkpoint-5 is complete, go on with --resume"
+    assert log(output).splitlines()[-1] == stopped
+    assert len(metrics(output)) == 5
+    assert not (output / "model").exists()
+    assert resumes(data, output, whole)
+    assert f"--resume: going on after {output}/checkpoint-5" in log(output)
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(file, data, whole, tmp_path):
+    """Simulated by a limit on the size of files, from the moment at which checkpoint-4 is begun."""
+    output, limit = tmp_path / "run", (whole.folder / "checkpoint-4" / file).stat().st_size - 1
+    fill = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    fault = Fault(whole.find(r"os\.mkdir .*/checkpoint\.tmp/checkpoint-4")[0], fill)
+    assert ended(start(command(data, output), output, fault)) == 2
+    message = r"^checkpoint-4 could not be written \(.+\): is the disk full\?; the last good checkpoint is (.*)$"
+    assert re.findall(message, log(output), re.MULTILINE) == [f"{output}/checkpoint-2"]
+    assert "Traceback" not in log(output)
+    assert [path.name for path in output.glob("checkpoint*")] == ["checkpoint-2"]
+    assert content(output / "checkpoint-2") == content(whole.folder / "checkpoint-2")
+    assert resumes(data, output, whole)
+
+
+# Two ranks
+
+
+def start_ranks(arguments: list[str], output: Path, fault: Fault):
+    """Two processes as torchrun starts them; it is rank 0 to which something happens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    faults = (fault, Fault())
+    return [start(arguments, output, faults[r], RANK=str(r), LOCAL_RANK=str(r), **names) for r in range(2)]
+
+
+def test_a_lost_rank_ends_the_other(data, whole, tmp_path):
+    output = tmp_path / "run"
+    first, second = start_ranks(
+        command(data, output, micro_batch=2), output, Fault(whole.find(r"open .*/metrics\.jsonl")[4])
+    )
+    assert ended(first) == -signal.SIGKILL
+    try:
+        assert ended(second, 10) == 1
+    finally:
+        second.kill()
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, whole, tmp_path):
+    output = tmp_path / "run"
+    fault = Fault(whole.find(r"open .*/metrics\.jsonl")[3], partial(signal.raise_signal, signal.SIGTERM))
+    assert [ended(rank) for rank in start_ranks(command(data, output, micro_batch=2), output, fault)] == [143, 143]
+    for rank in "01":
+        assert f"{output}/checkpoint-5 is complete, go on with --resume" in log(output, rank)
+    assert {f"rng_state_{rank}.pth" for rank in "01"} <= content(output / "checkpoint-5").keys()

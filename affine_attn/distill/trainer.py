@@ -7,11 +7,14 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
@@ -68,6 +71,7 @@ class DistillTrainer(Trainer):
         self.loss_spec, self.shared = loss, shared
         self._folder = Path(args.output_dir or ".")
         self.teacher = None if teacher is None else _frozen(teacher, args.device)
+        self._stop = False
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
         self._parts: tuple[Tensor, int] | None = None
@@ -86,7 +90,16 @@ class DistillTrainer(Trainer):
         if self.args.should_save:
             # What a killed run left.
             shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
-        return super().train(*args, **others)
+        try:
+            return super().train(*args, **others)
+        except (OSError, FloatingPointError) as error:
+            last = get_last_checkpoint(str(self._folder)) if self._folder.is_dir() else None
+            good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            raise type(error)(f"{error}; {good}") from error
+
+    def stop(self) -> None:
+        """End all ranks with a checkpoint after the next step that is logged. A signal handler may call it."""
+        self._stop = True
 
     def compute_loss(
         self,
@@ -141,8 +154,12 @@ class DistillTrainer(Trainer):
             # Before the checkpoint of this step is written, so none ever holds what a bad step left.
             self._stop_unless_finite(logs)
             sums, step = self._parts
-            total: Any = self.accelerator.reduce(sums, "sum")
-            kd, hard, entropy = (total / (self.state.global_step - step)).tolist()
+            # With the losses, so that all ranks hear of it at the same step and at no cost.
+            total: Any = self.accelerator.reduce(torch.cat((sums, sums.new_tensor([self._stop]))), "sum")
+            *means, stop = total.tolist()
+            kd, hard, entropy = (value / (self.state.global_step - step) for value in means)
+            if stop:
+                self.control.should_save = self.control.should_training_stop = True
             logs |= {"kd": kd, "hard": hard, "entropy": entropy} if self.teacher is not None else {"hard": hard}
             self._parts = None
         super().log(logs, start_time)
@@ -150,22 +167,20 @@ class DistillTrainer(Trainer):
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(value := logs.get(name, 0.0)):
-                last = get_last_checkpoint(self._folder)
-                good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-                raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}; {good}")
+                raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
-        folder, unfinished = self._folder, self._folder / _UNFINISHED
+        folder, unfinished, name = self._folder, self._folder / _UNFINISHED, f"checkpoint-{self.state.global_step}"
         # Trainer asks this for the folder in which it makes checkpoint-<step>.
         self._get_output_dir = lambda trial: str(unfinished)
         try:
-            super()._save_checkpoint(model, trial)
+            with all_or_nothing(unfinished, name):
+                super()._save_checkpoint(model, trial)
         finally:
             del self._get_output_dir
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            name = f"checkpoint-{self.state.global_step}"
             if (folder / name).exists():
                 # Left by a run that was stopped after it and resumed from an earlier one.
                 (folder / name).replace(unfinished / "replaced")
@@ -175,6 +190,16 @@ class DistillTrainer(Trainer):
                 Path(old).replace(unfinished / Path(old).name)
             shutil.rmtree(unfinished)
         self.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
+    """A folder that cannot be written whole is removed. To torch and safetensors a full disk is no OSError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(f"{name} could not be written ({str(error).splitlines()[0]}): is the disk full?") from error
 
 
 def _loss_forward(
