@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -228,3 +229,50 @@ def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, whole, tmp_path
     for rank in "01":
         assert f"{output}/checkpoint-5 is complete, go on with --resume" in log(output, rank)
     assert {f"rng_state_{rank}.pth" for rank in "01"} <= content(output / "checkpoint-5").keys()
+
+
+def ranks_of(launcher: int) -> dict[str, int]:
+    """The process of each rank below a launcher."""
+    found = {}
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = dict(entry.partition("=")[::2] for entry in Path(f"/proc/{child}/environ").read_text().split("\0"))
+        found |= {variables["RANK"]: int(child)} if "RANK" in variables else {}
+    return found
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in Linux's /proc")
+def test_torchrun_restarts_and_resumes_after_a_lost_rank(data, tmp_path):
+    """One command from the start: --resume finds no checkpoint first, and one after the restart."""
+    output, alone, steps = tmp_path / "run", tmp_path / "alone", 40
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    arguments = command(data, output, "--resume", steps=steps, micro_batch=2)
+    with output.with_suffix(".log").open("w") as file:
+        torchrun = subprocess.Popen([*launch, "-m", "affine_attn.cli", *arguments], stdout=file, stderr=file)
+    while not list(output.glob("checkpoint-*")):
+        assert torchrun.poll() is None, log(output)
+        time.sleep(0.01)
+    os.kill(ranks_of(torchrun.pid)["1"], signal.SIGKILL)
+    assert torchrun.wait(120) == 0, log(output)
+    assert f"--resume: {output} has no checkpoint, starting at step 1" in log(output)
+    assert f"--resume: going on after {output}/checkpoint-" in log(output)
+    assert ended(start(command(data, alone, steps=steps), alone)) == 0
+    for a, b in zip(losses(alone), losses(output), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "launcher", [["torch.distributed.run", "--standalone"], ["accelerate.commands.launch", "--multi_gpu"]]
+)
+def test_launchers_of_the_readme(launcher, data, whole, tmp_path):
+    """torchrun and accelerate launch, as modules: the environment may be another than that of the shell."""
+    output, (module, option) = tmp_path / "run", launcher
+    processes = "--nproc-per-node=2" if "torch" in module else "--num_processes=2"
+    arguments = command(data, output, micro_batch=2)
+    launch = [sys.executable, "-m", module, option, processes, "-m", "affine_attn.cli", *arguments]
+    result = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((output / "environment.json").read_text())["processes"] == 2
+    for a, b in zip(losses(whole.folder), losses(output), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import shards
 from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.run import training_arguments
+from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.models import AffineAttnForCausalLM
 
 VOCAB, LENGTH = 64, 16
 
@@ -43,6 +47,15 @@ def tiny(data: Path, **changes) -> Recipe:
         "workers": 0,
     }
     return Recipe(**(fields | changes))
+
+
+def trainer(chosen: Recipe, output: Path, teacher: PreTrainedModel | None = None) -> DistillTrainer:
+    torch.manual_seed(chosen.seed)
+    student = AffineAttnForCausalLM(chosen.student_config)
+    dataset = shards.TokenShards(chosen.data, chosen.sequence_length, documents=chosen.documents)
+    args = training_arguments(chosen, output)
+    args.disable_tqdm = True
+    return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec)
 
 
 def metrics(folder: Path) -> list[dict]:
