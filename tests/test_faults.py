@@ -36,15 +36,24 @@ processes.set_forkserver_preload([__name__])
 
 
 class Fault(NamedTuple):
-    """What happens to a run just before it makes change number ``change`` in its folder."""
+    """What happens to a run just before change ``number`` in its folder of those that match ``pattern``."""
 
-    change: int | None = None
-    act: Callable[[], None] = partial(signal.raise_signal, signal.SIGKILL)
+    pattern: str = ""
+    number: int | None = None
+    act: Callable[[], object] = partial(signal.raise_signal, signal.SIGKILL)
+
+
+# Lines of the metrics are written while steps are logged.
+LINE = r"open .*/metrics\.jsonl"
 
 
 def command(data: Path, output: Path, *more: str, **changes) -> list[str]:
     fields = asdict(tiny(data, **({"steps": STEPS, "save_steps": SAVE_STEPS} | changes)))
     return ["distill", "demo", *(f"{name}={value}" for name, value in fields.items()), f"--output={output}", *more]
+
+
+def matching(pattern: str, changes: list[str]) -> int:
+    return sum(re.match(pattern, change) is not None for change in changes)
 
 
 def _child(arguments: list[str], output: Path, fault: Fault, environment: dict[str, str]) -> None:
@@ -60,7 +69,7 @@ def _child(arguments: list[str], output: Path, fault: Fault, environment: dict[s
         # A relative path is a name inside a folder that is being deleted.
         if event in CHANGES and (Path(str(details[0])).is_relative_to(output) or not os.path.isabs(str(details[0]))):
             seen.append(f"{event} {details[0]}")
-            if len(seen) - 1 == fault.change:
+            if re.match(fault.pattern, seen[-1]) and matching(fault.pattern, seen) - 1 == fault.number:
                 fault.act()
 
     sys.addaudithook(watch)
@@ -94,9 +103,6 @@ class Whole(NamedTuple):
     folder: Path
     seconds: float
     changes: list[str]
-
-    def find(self, pattern: str) -> list[int]:
-        return [i for i, change in enumerate(self.changes) if re.match(pattern, change)]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +155,9 @@ def test_a_killed_run_resumes_to_the_run_that_was_not(seed, data, whole, tmp_pat
         process.kill()
     else:
         pattern = r"open .*checkpoint\.tmp/checkpoint-" if seed % 3 == 0 else r"os\.(rename|remove|rmdir) "
-        process = start(command(data, output), output, Fault(chance.choice(whole.find(pattern))))
+        process = start(
+            command(data, output), output, Fault(pattern, chance.randrange(matching(pattern, whole.changes)))
+        )
     assert ended(process) == -signal.SIGKILL
     if seed % 3 == 0:
         assert list(output.glob("checkpoint.tmp/checkpoint-*"))
@@ -168,7 +176,7 @@ def test_a_killed_run_resumes_to_the_run_that_was_not(seed, data, whole, tmp_pat
 def test_sigterm_ends_a_run_with_a_checkpoint(data, whole, tmp_path):
     output = tmp_path / "run"
     # While the fourth line of the metrics is written: the fifth step is the next that is logged.
-    fault = Fault(whole.find(r"open .*/metrics\.jsonl")[3], partial(signal.raise_signal, signal.SIGTERM))
+    fault = Fault(LINE, 3, partial(signal.raise_signal, signal.SIGTERM))
     assert ended(start(command(data, output), output, fault)) == 143
     stopped = f"stopped by SIGTERM: {output}/checkpoint-5 is complete, go on with --resume"
     assert log(output).splitlines()[-1] == stopped
@@ -186,9 +194,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(file, data, whole, tmp_path
     """Simulated by a limit on the size of files, from the moment at which checkpoint-4 is begun."""
     output, limit = tmp_path / "run", (whole.folder / "checkpoint-4" / file).stat().st_size - 1
     fill = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-    fault = Fault(whole.find(r"os\.mkdir .*/checkpoint\.tmp/checkpoint-4")[0], fill)
+    fault = Fault(r"os\.mkdir .*/checkpoint\.tmp/checkpoint-4", 0, fill)
     assert ended(start(command(data, output), output, fault)) == 2
-    message = r"^checkpoint-4 could not be written \(.+\): is the disk full\?; the last good checkpoint is (.*)$"
+    message = r"^checkpoint-4 could not be written \(.+\): is the disk full, .*; the last good checkpoint is (.*)$"
     assert re.findall(message, log(output), re.MULTILINE) == [f"{output}/checkpoint-2"]
     assert "Traceback" not in log(output)
     assert [path.name for path in output.glob("checkpoint*")] == ["checkpoint-2"]
@@ -209,22 +217,24 @@ def start_ranks(arguments: list[str], output: Path, fault: Fault):
     return [start(arguments, output, faults[r], RANK=str(r), LOCAL_RANK=str(r), **names) for r in range(2)]
 
 
-def test_a_lost_rank_ends_the_other(data, whole, tmp_path):
+@pytest.mark.parametrize("line", [4, 5])
+def test_a_lost_rank_ends_the_other(line, data, tmp_path):
+    """Which is in the next backward then, or about to write a checkpoint."""
     output = tmp_path / "run"
-    first, second = start_ranks(
-        command(data, output, micro_batch=2), output, Fault(whole.find(r"open .*/metrics\.jsonl")[4])
-    )
+    first, second = start_ranks(command(data, output, micro_batch=2), output, Fault(LINE, line))
     assert ended(first) == -signal.SIGKILL
     try:
-        assert ended(second, 10) == 1
+        assert ended(second, 20) == (1 if line == 4 else 2)
     finally:
         second.kill()
+    if line == 5:
+        assert f"or is a rank lost?; the last good checkpoint is {output}/checkpoint-4" in log(output, "1")
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, whole, tmp_path):
+def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, tmp_path):
     output = tmp_path / "run"
-    fault = Fault(whole.find(r"open .*/metrics\.jsonl")[3], partial(signal.raise_signal, signal.SIGTERM))
+    fault = Fault(LINE, 3, partial(signal.raise_signal, signal.SIGTERM))
     assert [ended(rank) for rank in start_ranks(command(data, output, micro_batch=2), output, fault)] == [143, 143]
     for rank in "01":
         assert f"{output}/checkpoint-5 is complete, go on with --resume" in log(output, rank)

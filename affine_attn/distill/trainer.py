@@ -199,7 +199,8 @@ def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise OSError(f"{name} could not be written ({str(error).splitlines()[0]}): is the disk full?") from error
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
 
 
 def _loss_forward(
