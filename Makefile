@@ -4,16 +4,20 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu test-aot test-hf-common bench lint fmt clean
+.PHONY: demo test test-gpu test-faults test-aot test-hf-common bench lint fmt clean
 
 demo: .venv/.installed
 	$(BIN)/affine-attn demo
 
 test: .venv/.installed lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
+
+# The faults of `make test` and those that take longer.
+test-faults: .venv/.installed
+	$(BIN)/python -m pytest tests/test_faults.py
 
 test-aot: .venv/.installed
 	$(BIN)/python -m pytest -n 2 tests/test_aot.py

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,7 +162,10 @@ def distill(
         float, typer.Option(min=0.01, max=1.0, help="for --dry-run: part of the peak that is reached")
     ] = 0.4,
 ) -> None:
-    """Train a student from scratch against a teacher's soft targets (or on the text alone)."""
+    """Train a student from scratch against a teacher's soft targets (or on the text alone).
+
+    SIGTERM ends it with a checkpoint and exit code 143. With --resume, torchrun --max-restarts goes on by itself.
+    """
     with _one_line_errors():
         from affine_attn.distill import estimate
         from affine_attn.distill.recipes import recipe
@@ -171,9 +175,13 @@ def distill(
             for line in estimate.dry_run(name, chosen, gpus, mfu):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        from affine_attn.distill.run import run
+        from affine_attn.distill.run import Terminated, run
 
-        folder = run(chosen, output or Path("runs") / name, resume)
+        try:
+            folder = run(chosen, output or Path("runs") / name, resume)
+        except Terminated as stopped:
+            Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
+            raise typer.Exit(128 + signal.SIGTERM) from stopped
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -25,14 +25,15 @@ from affine_attn.distill.run import run
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, fingerprint, frozen, largest
-from tests.test_distill import VOCAB, counting, metrics, teacher_of, tiny
+from tests.test_distill import teacher_of
+from tests.tiny_runs import VOCAB, counting_shards, metrics, tiny
 
 LENGTH, K = 128, 5
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return counting(tmp_path_factory.mktemp("shards"))
+    return counting_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_training_from_the_cache_is_training_with_the_teacher_cut_to_as_many(tmp
 
 
 def test_the_cache_beside_the_data_is_the_default(tmp_path, teacher):
-    data = counting(tmp_path)
+    data = counting_shards(tmp_path)
     arguments = ["cache-teacher", str(data), str(teacher), "--sequence-length", str(LENGTH), "--top-k", str(K)]
     planned = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert planned.exit_code == 0, planned.output
@@ -284,7 +285,7 @@ def test_a_cache_of_something_else_is_refused(tmp_path, data, teacher, cached):
     assert "was made with top_k=5, not 7" in message(top_k=7)
     assert "was made with vocabulary=64, not 65" in message(vocabulary=65)
     (tmp_path / "other").mkdir()
-    other = counting(tmp_path / "other", seed=1)
+    other = counting_shards(tmp_path / "other", seed=1)
     assert "was made for other tokens than those of" in message(other)
     # The same counts, other tokens.
     shutil.copytree(data, tmp_path / "same")

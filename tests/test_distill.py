@@ -3,86 +3,27 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.distill import estimate, shards
+from affine_attn.distill import estimate
 from affine_attn.distill.losses import chunked_loss
-from affine_attn.distill.recipes import RECIPES, Recipe, recipe
-from affine_attn.distill.run import run, training_arguments
+from affine_attn.distill.recipes import RECIPES, recipe
+from affine_attn.distill.run import run
 from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
-
-VOCAB, LENGTH = 64, 16
-
-
-def counting(folder: Path, seed: int = 0) -> Path:
-    """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
-    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(seed)
-    for _ in range(120):
-        start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
-        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
-    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
-    shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
-    return folder
+from tests.tiny_runs import VOCAB, averages, counting_shards, metrics, tiny, trainer
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return counting(tmp_path_factory.mktemp("shards"))
-
-
-def tiny(data, **changes) -> Recipe:
-    fields = {
-        "student": "nano",
-        "teacher": None,
-        "vocab_size": VOCAB,
-        "data": str(data),
-        "sequence_length": LENGTH,
-        "global_batch": 4,
-        "micro_batch": 4,
-        "steps": 6,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "decay_steps": 2,
-        "dtype": "float32",
-        "save_steps": 100,
-        "workers": 0,
-    }
-    return Recipe(**(fields | changes))
-
-
-def trainer(chosen: Recipe, output, teacher=None) -> DistillTrainer:
-    torch.manual_seed(chosen.seed)
-    student = AffineAttnForCausalLM(chosen.student_config)
-    dataset = shards.TokenShards(chosen.data, chosen.sequence_length, documents=chosen.documents)
-    args = training_arguments(chosen, output)
-    args.disable_tqdm = True
-    return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec)
-
-
-def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def averages(model) -> torch.Tensor:
-    return torch.stack([gate.alpha_ma for gate in alpha_gates(model)])
+def data(tmp_path_factory):
+    return counting_shards(tmp_path_factory.mktemp("shards"))
 
 
 # Recipes
@@ -298,49 +239,6 @@ def test_a_resumed_run_has_the_losses_of_one_never_stopped(data, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not (cut / "checkpoint.tmp").exists()
     assert (cut / "checkpoint-6" / "trainer_state.json").exists()
-
-
-def _rank(rank: int, port: int, chosen: Recipe, output: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    run(chosen, output)
-    dist.barrier()
-    if rank == 0:
-        shutil.copytree(output, f"{output}-resumed")
-        for late in ("checkpoint-6", "model"):
-            shutil.rmtree(f"{output}-resumed/{late}")
-    dist.barrier()
-    run(chosen, f"{output}-resumed", resume=True)
-    dist.destroy_process_group()
-
-
-def ranks(fields: str, output: str) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    arguments = (port, Recipe(**json.loads(fields)), Path(output))
-    mp.start_processes(_rank, args=arguments, nprocs=2, start_method="fork")
-
-
-def test_two_processes_train_and_resume_as_one(data, tmp_path):
-    """DDP with accumulation and activation checkpointing, against one process and one large batch."""
-    run(tiny(data), tmp_path / "one")
-    chosen = tiny(data, micro_batch=1, save_steps=4, gradient_checkpointing=True)
-    # In a Python of its own: this one may have threads by now, whose locks a forked rank would wait for in vain.
-    program = "import sys; from tests.test_distill import ranks; ranks(*sys.argv[1:])"
-    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(chosen)), str(tmp_path / "two")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    expected = AffineAttnForCausalLM.from_pretrained(tmp_path / "one" / "model")
-    for folder in (tmp_path / "two", tmp_path / "two-resumed"):
-        for a, b in zip(metrics(tmp_path / "one"), metrics(folder), strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-            assert a["hard"] == pytest.approx(b["hard"], rel=1e-5)
-            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert json.loads((folder / "environment.json").read_text())["processes"] == 2
-        model = AffineAttnForCausalLM.from_pretrained(folder / "model")
-        torch.testing.assert_close(averages(model), averages(expected), rtol=1e-5, atol=1e-7)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_path):

@@ -8,8 +8,13 @@ folder inside, ``teacher``.
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import platform
 import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +27,17 @@ from transformers.trainer_utils import get_last_checkpoint
 from affine_attn.distill.cache import CachedShards
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, write_json
-from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
 
 RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {"micro_batch", "gradient_checkpointing", "compile", "save_steps", "keep_checkpoints", "workers"}
+
+
+class Terminated(Exception):
+    """SIGTERM came: the run has ended early, after a checkpoint."""
 
 
 def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
@@ -39,6 +48,9 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     checkpoint = _checkpoint(recipe, output, resume)
     if (output / MODEL).exists():
         return output / MODEL
+    if resume and args.should_save:
+        found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
+        logging.getLogger(__name__).warning("--resume: %s", found)
     dataset, config = _dataset(recipe), recipe.student_config
     if dataset.manifest["vocab_size"] > config.vocab_size:
         raise ValueError(
@@ -63,15 +75,32 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / RECIPE, dataclasses.asdict(recipe))
         write_json(output / ENVIRONMENT, _environment(args, recipe))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with _on_sigterm(trainer.stop):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.state.global_step < recipe.steps:
+        raise Terminated(f"stopped by SIGTERM: {get_last_checkpoint(str(output))} is complete, go on with --resume")
     unfinished = output / f"{MODEL}.tmp"
-    trainer.save_model(str(unfinished))
-    if args.should_save:
-        if dataset.tokenizer.is_dir():
+    with all_or_nothing(unfinished, str(output / MODEL)):
+        trainer.save_model(str(unfinished))
+        if args.should_save and dataset.tokenizer.is_dir():
             shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
+    if args.should_save:
         unfinished.replace(output / MODEL)
     trainer.accelerator.wait_for_everyone()
     return output / MODEL
+
+
+@contextmanager
+def _on_sigterm(action: Callable[[], None]) -> Iterator[None]:
+    """Python lets the main thread alone handle signals; elsewhere SIGTERM does what it did."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:

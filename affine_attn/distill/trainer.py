@@ -7,15 +7,18 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
 from affine_attn.distill.cache import CachedShards, cached_target
@@ -84,6 +87,7 @@ class DistillTrainer(Trainer):
         if compile:
             for layer in (*_layers(model), *(() if self.teacher is None else _layers(self.teacher))):
                 layer.compile()
+        self._stop = False
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
         self._parts: tuple[Tensor, int] | None = None
@@ -97,6 +101,21 @@ class DistillTrainer(Trainer):
         model: Any = self.accelerator.unwrap_model(self.model)
         model.__dict__.pop("forward", None)
         return model
+
+    def train(self, *args: Any, **others: Any) -> Any:
+        if self.args.should_save:
+            # What a killed run left.
+            shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
+        try:
+            return super().train(*args, **others)
+        except (OSError, FloatingPointError) as error:
+            last = get_last_checkpoint(str(self._folder)) if self._folder.is_dir() else None
+            good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            raise type(error)(f"{error}; {good}") from error
+
+    def stop(self) -> None:
+        """End all ranks with a checkpoint after the next step that is logged. A signal handler may call it."""
+        self._stop = True
 
     def compute_loss(
         self,
@@ -148,8 +167,12 @@ class DistillTrainer(Trainer):
             # Before the checkpoint of this step is written, so none ever holds what a bad step left.
             self._stop_unless_finite(logs)
             sums, step = self._parts
-            total: Any = self.accelerator.reduce(sums, "sum")
-            kd, hard, entropy = (total / (self.state.global_step - step)).tolist()
+            # With the losses, so that all ranks hear of it at the same step and at no cost.
+            total: Any = self.accelerator.reduce(torch.cat((sums, sums.new_tensor([self._stop]))), "sum")
+            *means, stop = total.tolist()
+            kd, hard, entropy = (value / (self.state.global_step - step) for value in means)
+            if stop:
+                self.control.should_save = self.control.should_training_stop = True
             has_target = self.teacher is not None or isinstance(self.train_dataset, CachedShards)
             logs |= {"kd": kd, "hard": hard, "entropy": entropy} if has_target else {"hard": hard}
             self._parts = None
@@ -158,31 +181,40 @@ class DistillTrainer(Trainer):
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(value := logs.get(name, 0.0)):
-                last = get_last_checkpoint(self._folder)
-                good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-                raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}; {good}")
+                raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Written under another name and renamed when complete: a checkpoint that can be seen can be loaded."""
-        folder, unfinished = self._folder, self._folder / _UNFINISHED
-        if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
+        folder, unfinished, name = self._folder, self._folder / _UNFINISHED, f"checkpoint-{self.state.global_step}"
         # Trainer asks this for the folder in which it makes checkpoint-<step>.
         self._get_output_dir = lambda trial: str(unfinished)
         try:
-            super()._save_checkpoint(model, trial)
+            with all_or_nothing(unfinished, name):
+                super()._save_checkpoint(model, trial)
         finally:
             del self._get_output_dir
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            name = f"checkpoint-{self.state.global_step}"
-            # One of that name is left by a run that was stopped after it and resumed from an earlier one.
-            shutil.rmtree(folder / name, ignore_errors=True)
+            if (folder / name).exists():
+                # Left by a run that was stopped after it and resumed from an earlier one.
+                (folder / name).replace(unfinished / "replaced")
             (unfinished / name).replace(folder / name)
-            unfinished.rmdir()
-            rotate_checkpoints(output_dir=str(folder), save_total_limit=self.args.save_total_limit, use_mtime=False)
+            limit = self.args.save_total_limit or 0
+            for old in sort_checkpoints(str(folder))[:-limit] if limit > 0 else ():
+                Path(old).replace(unfinished / Path(old).name)
+            shutil.rmtree(unfinished)
         self.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
+    """A folder that cannot be written whole is removed. To torch and safetensors a full disk is no OSError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
 
 
 def _loss_forward(
@@ -226,10 +258,13 @@ class _MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        # Steps after the checkpoint are about to be done again; a line that was cut is the last.
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        written = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        # Steps after the checkpoint are about to be done again; a line without its end was cut.
+        lines = written[: written.rfind("\n") + 1].splitlines()
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.path)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
