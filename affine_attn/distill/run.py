@@ -1,8 +1,8 @@
 """``affine-attn distill``: a recipe carried out in a folder.
 
-The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl``, the checkpoints and, at the end, ``model``:
-the student with the tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a
-folder inside, ``teacher``.
+The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
+names say what is in them), the checkpoints and, at the end, ``model``: the student with the tokenizer of its data, as
+``from_pretrained`` reads it. A teacher that is trained first has such a folder inside, ``teacher``.
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, write_json
+from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
 
 RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
-_FREE = {"micro_batch", "gradient_checkpointing", "save_steps", "keep_checkpoints", "workers"}
+_FREE = {"micro_batch", "gradient_checkpointing", "statistics_steps", "save_steps", "keep_checkpoints", "workers"}
 
 
 def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
@@ -56,6 +57,9 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
     )
+    if recipe.statistics_steps:
+        sequences = [dataset[i] for i in range(min(SEQUENCES, len(dataset)))]
+        trainer.add_callback(Statistics(output, recipe.statistics_steps, sequences, trainer.metrics))
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)

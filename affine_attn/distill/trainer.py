@@ -3,25 +3,24 @@
 # The annotations of transformers are narrower than what its Trainer takes and gives.
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
-import json
 import math
 import shutil
-import time
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from affine_attn.core.alpha import track_alpha
+from affine_attn.distill.estimate import size_of
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, chunked_loss
+from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 
-METRICS = "metrics.jsonl"
 _UNFINISHED = "checkpoint.tmp"
 
 # transformers 5.17 reads the optimizer to the device "cpu:0" where ranks are CPU processes; torch knows "cpu" only.
@@ -74,7 +73,8 @@ class DistillTrainer(Trainer):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(_Bar)
-        self.add_callback(_MetricsFile(self._folder, self._step_tokens()))
+        self.metrics = Metrics(self._folder, args, self._step_tokens(), self._flops_per_token())
+        self.add_callback(self.metrics)
 
     def release(self) -> PreTrainedModel:
         """The model with its own forward, as before."""
@@ -130,6 +130,13 @@ class DistillTrainer(Trainer):
     def _step_tokens(self) -> int:
         return self.get_total_train_batch_size(self.args) * self.train_dataset.sequence_length
 
+    def _flops_per_token(self) -> int:
+        """Of the student's training and the teacher's forward; recomputation does not count."""
+        student: Any = self.model
+        length = self.train_dataset.sequence_length
+        asked = 0 if self.teacher is None else size_of(self.teacher).forward_flops(length)
+        return size_of(student).training_flops(length) + asked
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._parts is not None:
             # Before the checkpoint of this step is written, so none ever holds what a bad step left.
@@ -139,6 +146,7 @@ class DistillTrainer(Trainer):
             kd, hard, entropy = (total / (self.state.global_step - step)).tolist()
             logs |= {"kd": kd, "hard": hard, "entropy": entropy} if self.teacher is not None else {"hard": hard}
             self._parts = None
+            logs |= self.metrics.measured(self.state.global_step)
         super().log(logs, start_time)
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
@@ -210,33 +218,3 @@ class _Bar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in (logs or {}):
             self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
-
-
-class _MetricsFile(TrainerCallback):
-    """One JSON object per logged step. A resumed run goes on after the lines of its checkpoint."""
-
-    def __init__(self, folder: Path, step_tokens: int):
-        self.path, self.step_tokens = folder / METRICS, step_tokens
-        self.step, self.seconds = 0, 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.step, self.seconds = state.global_step, time.perf_counter()
-        if not state.is_world_process_zero:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        # Steps after the checkpoint are about to be done again; a line that was cut is the last.
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if not state.is_world_process_zero or logs is None or "loss" not in logs:
-            return
-        now = time.perf_counter()
-        speed = (state.global_step - self.step) * self.step_tokens / (now - self.seconds)
-        self.step, self.seconds = state.global_step, now
-        names = {"learning_rate": "lr"}
-        row = {"step": state.global_step, **{names.get(key, key): value for key, value in logs.items()}}
-        row.pop("epoch", None)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | {"tokens_per_second": round(speed, 1)}) + "\n")
