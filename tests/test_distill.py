@@ -32,17 +32,23 @@ from affine_attn.models import AffineAttnForCausalLM, preset
 VOCAB, LENGTH = 64, 16
 
 
+def write_data(folder: Path) -> Path:
+    """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
+    rng, parts = np.random.default_rng(0), {}
+    for split, documents in (("train", 120), ("valid", 12)):
+        writer = shards.ShardWriter(folder, f"{split}-00000", np.dtype("<u2"))
+        for _ in range(documents):
+            start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
+            writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
+        parts[split] = writer.commit()
+    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
+    shards.write_json(folder / shards.MANIFEST, manifest)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Documents of counting tokens: easy to learn, and of lengths that put boundaries inside sequences."""
-    folder = tmp_path_factory.mktemp("shards")
-    writer, rng = shards.ShardWriter(folder, "train-00000", np.dtype("<u2")), np.random.default_rng(0)
-    for _ in range(120):
-        start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
-        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
-    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
-    shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
-    return folder
+    return write_data(tmp_path_factory.mktemp("shards"))
 
 
 def tiny(data, **changes) -> Recipe:
@@ -322,8 +328,8 @@ def ranks(fields: str, output: str) -> None:
 
 def test_two_processes_train_and_resume_as_one(data, tmp_path):
     """DDP with accumulation and activation checkpointing, against one process and one large batch."""
-    run(tiny(data), tmp_path / "one")
-    chosen = tiny(data, micro_batch=1, save_steps=4, gradient_checkpointing=True)
+    run(tiny(data, valid_sequences=11), tmp_path / "one")
+    chosen = tiny(data, micro_batch=1, save_steps=4, gradient_checkpointing=True, valid_sequences=11)
     # In a Python of its own: this one may have threads by now, whose locks a forked rank would wait for in vain.
     program = "import sys; from tests.test_distill import ranks; ranks(*sys.argv[1:])"
     command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(chosen)), str(tmp_path / "two")]
@@ -335,6 +341,9 @@ def test_two_processes_train_and_resume_as_one(data, tmp_path):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["hard"] == pytest.approx(b["hard"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        # 11 sequences, so that the ranks have different numbers of them and one runs out before the other.
+        assert metrics(folder)[-1]["valid_hard"] == pytest.approx(a["valid_hard"], rel=1e-5)
+        assert metrics(folder)[-1]["valid_tokens"] == a["valid_tokens"]
         assert json.loads((folder / "environment.json").read_text())["processes"] == 2
         model = AffineAttnForCausalLM.from_pretrained(folder / "model")
         torch.testing.assert_close(averages(model), averages(expected), rtol=1e-5, atol=1e-7)

@@ -1,40 +1,31 @@
 """What a run writes down about itself: metrics, statistics, validation and the result."""
 
+import dataclasses
 import json
+import math
 import shutil
+import statistics
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import estimate, shards
+from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
 from affine_attn.distill.run import run
+from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.statistics import collect_statistics
-from tests.test_distill import VOCAB, metrics, teacher_of, tiny, trainer
-
-
-def documents(folder, split: str, number: int, seed: int) -> list[dict]:
-    """Counting tokens, as in the tests of training."""
-    writer, rng = shards.ShardWriter(folder, f"{split}-00000", np.dtype("<u2")), np.random.default_rng(seed)
-    for _ in range(number):
-        start, length = rng.integers(1, VOCAB), rng.integers(5, 40)
-        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
-    return writer.commit()
+from tests.test_distill import VOCAB, metrics, teacher_of, tiny, trainer, write_data
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    parts = {"train": documents(folder, "train", 120, 0), "valid": documents(folder, "valid", 12, 1)}
-    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
-    shards.write_json(folder / shards.MANIFEST, manifest)
-    return folder
+    return write_data(tmp_path_factory.mktemp("shards"))
 
 
-def statistics(folder) -> list[dict]:
+def statistics_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
 
 
@@ -132,17 +123,17 @@ def test_statistics_leave_no_trace_in_training(data, tmp_path, changes):
     assert exact(seen) == exact(unseen)
     a, b = (AutoModelForCausalLM.from_pretrained(folder / "model").state_dict() for folder in (seen, unseen))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert [row["step"] for row in statistics(seen)] == [0, 2, 4, 6]
+    assert [row["step"] for row in statistics_of(seen)] == [0, 2, 4, 6]
     assert not (unseen / "statistics.jsonl").exists()
 
 
 def test_statistics_are_those_of_the_weights_of_their_step(data, tmp_path):
     chosen = tiny(data, statistics_steps=3)
     run(chosen, tmp_path)
-    first, _, last = statistics(tmp_path)
+    first, _, last = statistics_of(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    train = shards.TokenShards(data, 16)
-    batches = [{name: train[i][name][None] for name in ("input_ids", "position_ids")} for i in range(4)]
+    valid = shards.TokenShards(data, 16, "valid")
+    batches = [{name: valid[i][name][None] for name in ("input_ids", "position_ids")} for i in range(4)]
     expected = collect_statistics(model, batches)
     for name in set(last) - {"step"}:
         values = torch.stack([getattr(layer, name) for layer in expected])
@@ -158,10 +149,63 @@ def test_statistics_are_those_of_the_weights_of_their_step(data, tmp_path):
 def test_a_resumed_run_writes_the_same_statistics_once(data, tmp_path):
     chosen = tiny(data, attention="sink", statistics_steps=1, save_steps=4, keep_checkpoints=9)
     run(chosen, tmp_path)
-    whole = statistics(tmp_path)
+    whole = statistics_of(tmp_path)
     assert "alpha" not in whole[0]
     for late in ("checkpoint-6", "model"):
         shutil.rmtree(tmp_path / late)
     run(chosen, tmp_path, resume=True)
-    assert statistics(tmp_path) == whole
+    assert statistics_of(tmp_path) == whole
     assert [row["step"] for row in whole] == list(range(7))
+
+
+# Validation and the result
+
+
+def test_validation_is_the_loss_on_the_held_out_text(data, tmp_path):
+    """With a teacher and batches that do not divide the sequences, against the definition on the finished model."""
+    chosen = tiny(data, teacher="nano", hard=0.25, valid_sequences=7, valid_steps=4, micro_batch=2)
+    run(chosen, tmp_path)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows if "valid_loss" in row] == [4, 6]
+    last, student = rows[-1], AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.manual_seed(chosen.seed)
+    teacher = AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=VOCAB)).eval()
+    valid = shards.TokenShards(data, 16, "valid")
+    batch = {name: torch.stack([valid[i][name] for i in range(7)]) for name in valid[0]}
+    context = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    p, q = (model(**context).logits.log_softmax(-1) for model in (student.eval(), teacher))
+    counts = batch["shift_labels"] != -100
+    hard = torch.nn.functional.nll_loss(p[counts], batch["shift_labels"][counts]).item()
+    kd = -(q.exp() * p).sum(-1)[counts].mean().item()
+    assert last["valid_hard"] == pytest.approx(hard, rel=1e-5)
+    assert last["valid_kd"] == pytest.approx(kd, rel=1e-5)
+    assert last["valid_loss"] == pytest.approx(0.75 * kd + 0.25 * hard, rel=1e-5)
+    assert last["valid_perplexity"] == pytest.approx(math.exp(hard), rel=1e-5)
+    assert last["valid_tokens"] == counts.sum()
+
+    unseen = tmp_path / "unseen"
+    run(dataclasses.replace(chosen, valid_sequences=0), unseen)
+    assert [row["loss"] for row in metrics(unseen)] == [row["loss"] for row in rows]
+    assert "valid_loss" not in metrics(unseen)[-1]
+
+
+def test_gradient_statistics_of_a_series_with_known_answers():
+    # Median 10 and MAD 1, so spikes lie above 16 and above 19, not at them.
+    series = [9.0] * 103 + [10.0] + [11.0] * 100 + [16.0, 16.5, 19.5]
+    found = gradient_statistics(series)
+    mean, variance = 2089 / 207, statistics.pvariance(series)
+    expected = {"steps": 207, "mean": mean, "std": variance**0.5, "variance": variance, "cv": variance**0.5 / mean}
+    assert found == pytest.approx(expected | {"spikes_6": 2, "spikes_9": 1})
+    # Only the first 500 steps count.
+    steady = {"steps": 500, "mean": 1, "std": 0, "variance": 0, "cv": 0, "spikes_6": 0, "spikes_9": 0}
+    assert gradient_statistics([1.0] * 500 + [100.0] * 400) == steady
+
+
+def test_the_result_is_that_of_the_metrics(data, tmp_path):
+    run(tiny(data, valid_sequences=5), tmp_path)
+    rows, found = metrics(tmp_path), json.loads((tmp_path / "result.json").read_text())
+    last = {name: value for name, value in rows[-1].items() if name != "tokens_per_second"}
+    assert last.items() <= found.items()
+    assert found["valid_perplexity"] > 1
+    assert found["tokens_per_second"] == statistics.median(row["tokens_per_second"] for row in rows)
+    assert found["gradients"] == gradient_statistics([row["grad_norm"] for row in rows])

@@ -75,6 +75,8 @@ class Recipe:
     seed: int = _ours(0)
     dtype: Literal["float32", "bfloat16"] = _ours("bfloat16")  # of the arithmetic; the student's weights are float32
     gradient_checkpointing: bool = _ours(False)
+    valid_sequences: int = _ours(256)  # of the held-out text, at most; 0: no validation
+    valid_steps: int = _ours(0)  # steps between validations; 0: only at the end
     statistics_steps: int = _ours(100)  # steps between lines of statistics.jsonl; 0: no such file
     save_steps: int = _ours(500)
     keep_checkpoints: int = _ours(2)
@@ -89,7 +91,8 @@ class Recipe:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("weight_decay", "warmup_steps", "decay_steps", "max_grad_norm", "workers", "statistics_steps"):
+        counts = ("warmup_steps", "decay_steps", "workers", "valid_sequences", "valid_steps", "statistics_steps")
+        for name in ("weight_decay", "max_grad_norm", *counts):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.warmup_steps + self.decay_steps > self.steps:

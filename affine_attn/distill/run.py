@@ -1,8 +1,9 @@
 """``affine-attn distill``: a recipe carried out in a folder.
 
 The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
-names say what is in them), the checkpoints and, at the end, ``model``: the student with the tokenizer of its data, as
-``from_pretrained`` reads it. A teacher that is trained first has such a folder inside, ``teacher``.
+names say what is in them), the checkpoints and, at the end, ``result.json`` and ``model``: the student with the
+tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a folder inside,
+``teacher``.
 """
 
 import dataclasses
@@ -20,15 +21,20 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.distill.validation import Validation, held_out
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
 
 RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
-_FREE = {"micro_batch", "gradient_checkpointing", "statistics_steps", "save_steps", "keep_checkpoints", "workers"}
+_FREE = {
+    "micro_batch", "gradient_checkpointing", "workers", "save_steps", "keep_checkpoints", "valid_steps",
+    "statistics_steps",
+}  # fmt: skip
 
 
 def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
@@ -57,8 +63,12 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
     )
+    valid = held_out(recipe.data, recipe.sequence_length, recipe.documents, recipe.valid_sequences)
+    if valid is not None:
+        trainer.add_callback(Validation(trainer, valid, recipe.valid_steps))
     if recipe.statistics_steps:
-        sequences = [dataset[i] for i in range(min(SEQUENCES, len(dataset)))]
+        looked_at: Any = dataset if valid is None else valid
+        sequences = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
         trainer.add_callback(Statistics(output, recipe.statistics_steps, sequences, trainer.metrics))
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
@@ -71,6 +81,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     if args.should_save:
         if dataset.tokenizer.is_dir():
             shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
+        write_json(output / RESULT, result(output))
         unfinished.replace(output / MODEL)
     trainer.accelerator.wait_for_everyone()
     return output / MODEL

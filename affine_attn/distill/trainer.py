@@ -105,7 +105,7 @@ class DistillTrainer(Trainer):
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 # The denominator is that of all ranks, over which gradients and logged losses are averaged.
                 loss = loss * self.accelerator.num_processes
-        return (loss, {"loss": loss}) if return_outputs else loss
+        return (loss, parts._asdict()) if return_outputs else loss
 
     @torch.no_grad()
     def _target(self, context: dict[str, Tensor]) -> Teacher | None:

@@ -50,7 +50,7 @@ def collect_statistics(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
     sums = {layer: _Sums(layer, queries) for layer in layers}
-    with _evaluating(model), _calls_seen_by(layers, lambda layer, call: sums[layer].add(call)):
+    with evaluating(model), _calls_seen_by(layers, lambda layer, call: sums[layer].add(call)):
         for batch in batches:
             if forward is None:
                 model.base_model(**batch, use_cache=False)
@@ -60,7 +60,8 @@ def collect_statistics(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
+    """In eval mode; afterwards every module has the mode it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
