@@ -1,10 +1,13 @@
 """What a run writes down about itself: metrics, statistics, validation and the result."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import re
 import shutil
 import statistics
+import subprocess
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import estimate, shards
+from affine_attn.distill.environment import _commit, environment
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
-from affine_attn.distill.run import run
+from affine_attn.distill.run import run, training_arguments
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.statistics import collect_statistics
 from tests.test_distill import VOCAB, metrics, teacher_of, tiny, trainer, write_data
@@ -209,3 +213,41 @@ def test_the_result_is_that_of_the_metrics(data, tmp_path):
     assert found["valid_perplexity"] > 1
     assert found["tokens_per_second"] == statistics.median(row["tokens_per_second"] for row in rows)
     assert found["gradients"] == gradient_statistics([row["grad_norm"] for row in rows])
+
+
+# Where and by what
+
+
+def test_the_environment_names_code_seeds_and_device(data, tmp_path):
+    found = environment(training_arguments(tiny(data, seed=3), tmp_path))
+    assert (found["seed"], found["data_seed"], found["processes"]) == (3, 3, 1)
+    assert found["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found["commit"]) or "affine_attn" in found
+
+
+def test_a_commit_is_that_of_the_folder_itself(tmp_path):
+    def git(*arguments):
+        name = ["-c", "user.name=n", "-c", "user.email=e"]
+        return subprocess.run(["git", "-C", tmp_path, *name, *arguments], check=True, capture_output=True, text=True)
+
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert _commit(tmp_path) == head
+    (tmp_path / "file").write_text("2")
+    assert _commit(tmp_path) == f"{head}-dirty"
+    (tmp_path / "inside").mkdir()
+    assert _commit(tmp_path / "inside") is None
+
+
+def test_a_reporter_that_is_not_installed_is_one_sentence(data, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "trackio" else find(name, *more)
+    )
+    with pytest.raises(ValueError, match=r"^report_to=trackio needs that package: pip install trackio$"):
+        run(tiny(data, report_to="trackio"), tmp_path)
+    with pytest.raises(ValueError, match="report_to must be one of none, tensorboard, wandb, trackio, got carrier"):
+        tiny(data, report_to="carrier")

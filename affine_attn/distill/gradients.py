@@ -23,4 +23,4 @@ def gradient_statistics(norms: Sequence[float], steps: int = STEPS) -> dict[str,
     mad = np.median(abs(g - median))
     spikes = {f"spikes_{k}": int((g > median + k * mad).sum()) for k in SPIKE_FACTORS}
     cv = float(std / mean) if mean else 0.0
-    return {"steps": g.size, "mean": float(mean), "std": float(std), "variance": float(std**2), "cv": cv} | spikes
+    return {"steps": g.size, "mean": float(mean), "std": float(std), "variance": float(std**2), "cv": cv, **spikes}

@@ -80,6 +80,7 @@ class Recipe:
     statistics_steps: int = _ours(100)  # steps between lines of statistics.jsonl; 0: no such file
     save_steps: int = _ours(500)
     keep_checkpoints: int = _ours(2)
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _ours("none")  # besides the files of the run
     workers: int = _ours(2)  # processes that read data, per device
 
     def __post_init__(self) -> None:

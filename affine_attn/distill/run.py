@@ -7,19 +7,17 @@ tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is traine
 """
 
 import dataclasses
-import importlib.metadata
+import importlib.util
 import json
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from affine_attn.distill.environment import ENVIRONMENT, environment
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import TokenShards, write_json
@@ -29,11 +27,11 @@ from affine_attn.distill.validation import Validation, held_out
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
 
-RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
+RECIPE, MODEL, TEACHER = "recipe.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {
     "micro_batch", "gradient_checkpointing", "workers", "save_steps", "keep_checkpoints", "valid_steps",
-    "statistics_steps",
+    "statistics_steps", "report_to",
 }  # fmt: skip
 
 
@@ -74,7 +72,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / RECIPE, dataclasses.asdict(recipe))
-        write_json(output / ENVIRONMENT, _environment(args, recipe))
+        write_json(output / ENVIRONMENT, environment(args))
     trainer.train(resume_from_checkpoint=checkpoint)
     unfinished = output / f"{MODEL}.tmp"
     trainer.save_model(str(unfinished))
@@ -118,10 +116,17 @@ def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         # Of the configuration that is saved; training itself keeps no cache.
         use_cache=True,
-        report_to="none",
+        report_to=_reporter(recipe.report_to),
     )
     args.gradient_accumulation_steps = recipe.accumulation(args.world_size)
     return args
+
+
+def _reporter(name: str) -> str:
+    # transformers would answer with several lines, after the data and the teacher have been loaded.
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise ValueError(f"report_to={name} needs that package: pip install {name}")
+    return name
 
 
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
@@ -149,18 +154,3 @@ def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
         return AffineAttnForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
     return load(recipe.teacher, dtype=dtype)
-
-
-def _environment(args: TrainingArguments, recipe: Recipe) -> dict[str, Any]:
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
-    try:
-        versions["affine_attn"] = importlib.metadata.version("affine-attn")
-    except importlib.metadata.PackageNotFoundError:
-        versions["affine_attn"] = "a source tree that is not installed"
-    gpu = torch.cuda.get_device_name() if args.device.type == "cuda" else platform.machine()
-    return versions | {
-        "python": platform.python_version(),
-        "device": gpu,
-        "processes": args.world_size,
-        "seed": recipe.seed,
-    }

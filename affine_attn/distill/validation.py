@@ -19,7 +19,7 @@ from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models.statistics import evaluating
 
 
-def held_out(data: str, sequence_length: int, documents: bool, most: int) -> Subset | None:
+def held_out(data: str, sequence_length: int, documents: bool, most: int) -> Subset[dict[str, Tensor]] | None:
     """At most so many sequences; None where none were asked for or the data holds out less than one."""
     tokens = sum(shard["tokens"] for shard in read_manifest(data)["shards"]["valid"])
     if min(most, tokens // sequence_length) == 0:
@@ -31,7 +31,7 @@ def held_out(data: str, sequence_length: int, documents: bool, most: int) -> Sub
 class Validation(TrainerCallback):
     """After the last step, and after every so many if ``every`` is not 0; training goes on as if nothing happened."""
 
-    def __init__(self, trainer: DistillTrainer, sequences: Subset, every: int):
+    def __init__(self, trainer: DistillTrainer, sequences: Subset[dict[str, Tensor]], every: int):
         self.trainer, self.sequences, self.every = trainer, sequences, every
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -41,7 +41,7 @@ class Validation(TrainerCallback):
 
 
 @torch.no_grad()
-def validate(trainer: DistillTrainer, sequences: Subset) -> dict[str, float]:
+def validate(trainer: DistillTrainer, sequences: Subset[dict[str, Tensor]]) -> dict[str, float]:
     """Each sequence counts once, whatever the number of ranks and the batch size."""
     # Not the wrapped model: DDP would wait for all ranks in every forward. FSDP does in any case.
     model: Any = trainer.model
@@ -50,7 +50,8 @@ def validate(trainer: DistillTrainer, sequences: Subset) -> dict[str, float]:
     with evaluating(model):
         for mine in _turns(len(sequences), args.per_device_train_batch_size, args.process_index, args.world_size):
             # A rank whose turn is empty takes part with a sequence that does not count.
-            inputs = trainer._prepare_inputs(trainer.data_collator([sequences[i] for i in mine or (0,)]))
+            batch: list[dict[str, Tensor]] = [sequences[i] for i in mine or (0,)]
+            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
             # Over one token: sums.
             loss, parts = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=1)
             values: list[Tensor] = [loss, parts["kd"], parts["hard"], parts["entropy"], parts["tokens"]]
