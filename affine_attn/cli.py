@@ -148,7 +148,9 @@ def prepare(
 
 @app.command()
 def distill(
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="demo, small, paper-0.5b, paper-1b or paper-3b")],
+    name: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="demo, small, needle, paper-0.5b, paper-1b or paper-3b")
+    ],
     assignments: Annotated[
         list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="what differs from the recipe")
     ] = None,

@@ -49,11 +49,13 @@ class Recipe:
     teacher: str | None = _paper("meta-llama/Llama-3.2-3B", "Qwen/Qwen1.5-1.8B")
     rho: float = _paper(0.9)  # momentum of affine's alpha_ma
     vocab_size: int | None = _ours(None)  # of the student, where it is not the preset's
+    start: str | None = _ours(None)  # folder of a model with the weights this student starts from; none: random
 
     # A folder of shards (affine-attn prepare), and whether its documents see each other.
     data: str = _ours("data/fineweb-edu")
     documents: bool = _ours(True)
     sequence_length: int = _paper(2048)
+    needles: int = _ours(0)  # hidden in every sequence; only the answers about them are learned. 0: all of the text is
 
     global_batch: int = _paper(1024)  # sequences of an optimizer step
     micro_batch: int = _ours(8)  # sequences of a forward on one device
@@ -92,7 +94,15 @@ class Recipe:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        counts = ("warmup_steps", "decay_steps", "workers", "valid_sequences", "valid_steps", "statistics_steps")
+        counts = (
+            "needles",
+            "warmup_steps",
+            "decay_steps",
+            "workers",
+            "valid_sequences",
+            "valid_steps",
+            "statistics_steps",
+        )
         for name in ("weight_decay", "max_grad_norm", *counts):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -126,6 +136,7 @@ class Recipe:
             return None
         vocab_size = self.student_config.vocab_size
         changes = {"student": name or self.student, "attention": "softmax", "teacher": None, "shared_vocab": None}
+        changes["start"] = None
         return dataclasses.replace(self, **changes, vocab_size=vocab_size)
 
     @property
@@ -223,9 +234,25 @@ def paper_3b() -> Recipe:
     )
 
 
+def needle() -> Recipe:
+    """Fine-tunes the student of small to find needles (arXiv 2505.17083: 300 steps, answers only). Data: as small"""
+    return dataclasses.replace(
+        small(),
+        start="runs/small/model",
+        needles=3,
+        documents=False,
+        sequence_length=4096,
+        micro_batch=8,
+        steps=300,
+        warmup_steps=100,
+        decay_steps=100,
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "demo": demo,
     "small": small,
+    "needle": needle,
     "paper-0.5b": paper_0_5b,
     "paper-1b": paper_1b,
     "paper-3b": paper_3b,

@@ -17,15 +17,17 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from affine_attn.distill.data import held_out, sequences
 from affine_attn.distill.environment import ENVIRONMENT, environment
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
-from affine_attn.distill.shards import TokenShards, write_json
+from affine_attn.distill.shards import write_json
 from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer
-from affine_attn.distill.validation import Validation, held_out
+from affine_attn.distill.validation import Validation
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
+from affine_attn.models.presets import at_length
 
 RECIPE, MODEL, TEACHER = "recipe.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
@@ -43,7 +45,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     checkpoint = _checkpoint(recipe, output, resume)
     if (output / MODEL).exists():
         return output / MODEL
-    dataset = TokenShards(recipe.data, recipe.sequence_length, documents=recipe.documents)
+    dataset = sequences(recipe)
     config = recipe.student_config
     if dataset.manifest["vocab_size"] > config.vocab_size:
         raise ValueError(
@@ -54,20 +56,20 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(
-        AffineAttnForCausalLM(config),
+        _student(recipe),
         args,
         dataset,
         teacher=teacher,
         loss=recipe.loss_spec,
         shared=recipe.shared_vocab,
     )
-    valid = held_out(recipe.data, recipe.sequence_length, recipe.documents, recipe.valid_sequences)
+    valid = held_out(recipe)
     if valid is not None:
         trainer.add_callback(Validation(trainer, valid, recipe.valid_steps))
     if recipe.statistics_steps:
         looked_at: Any = dataset if valid is None else valid
-        sequences = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
-        trainer.add_callback(Statistics(output, recipe.statistics_steps, sequences, trainer.metrics))
+        few = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
+        trainer.add_callback(Statistics(output, recipe.statistics_steps, few, trainer.metrics))
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)
@@ -140,6 +142,32 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         if name not in _FREE and before.get(name) != value:
             raise ValueError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
     return get_last_checkpoint(str(output))
+
+
+def _student(recipe: Recipe) -> AffineAttnForCausalLM:
+    """From random numbers, or the model of a folder as it is, also the length in its attention's formula."""
+    config = recipe.student_config
+    if recipe.start is None:
+        return AffineAttnForCausalLM(config)
+    model = load(recipe.start, dtype=torch.float32)
+    if not isinstance(model, AffineAttnForCausalLM):
+        raise ValueError(
+            f"start={recipe.start} is a {type(model).__name__}: give it an attention with affine-attn convert"
+        )
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if getattr(model.config, name) != getattr(config, name):
+            raise ValueError(
+                f"start={recipe.start} has {name} {getattr(model.config, name)}, student={recipe.student} "
+                f"{getattr(config, name)}: give the student and the vocab_size it was trained with"
+            )
+    if any(
+        at_length(model.config.spec(i), recipe.sequence_length) != recipe.spec for i in range(config.num_hidden_layers)
+    ):
+        raise ValueError(
+            f"start={recipe.start} has another attention than attention={recipe.attention}, rho={recipe.rho}: "
+            "give those it was trained with"
+        )
+    return model
 
 
 def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:

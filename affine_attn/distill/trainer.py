@@ -18,6 +18,7 @@ from affine_attn.core.alpha import track_alpha
 from affine_attn.distill.estimate import size_of
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, chunked_loss
 from affine_attn.distill.metrics import Metrics
+from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 
@@ -44,7 +45,7 @@ class DistillTrainer(Trainer):
         self,
         model: PreTrainedModel,
         args: TrainingArguments,
-        train_dataset: TokenShards,
+        train_dataset: TokenShards | NeedleSequences,
         teacher: PreTrainedModel | None = None,
         loss: LossSpec = LossSpec(),
         shared: int | None = None,

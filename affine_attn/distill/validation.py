@@ -14,18 +14,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 from transformers import TrainerCallback
 
-from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models.statistics import evaluating
-
-
-def held_out(data: str, sequence_length: int, documents: bool, most: int) -> Subset[dict[str, Tensor]] | None:
-    """At most so many sequences; None where none were asked for or the data holds out less than one."""
-    tokens = sum(shard["tokens"] for shard in read_manifest(data)["shards"]["valid"])
-    if min(most, tokens // sequence_length) == 0:
-        return None
-    valid = TokenShards(data, sequence_length, "valid", documents)
-    return Subset(valid, range(min(most, len(valid))))
 
 
 class Validation(TrainerCallback):
