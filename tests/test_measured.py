@@ -12,13 +12,17 @@ import subprocess
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from affine_attn.cli import app
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import estimate, shards
 from affine_attn.distill.environment import _commit, environment
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
+from affine_attn.distill.recipes import LEARNING_RATES, recipe
 from affine_attn.distill.run import run, training_arguments
+from affine_attn.distill.sweep import grid, run_all, table
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.statistics import collect_statistics
 from tests.test_distill import VOCAB, metrics, teacher_of, tiny, trainer, write_data
@@ -251,3 +255,50 @@ def test_a_reporter_that_is_not_installed_is_one_sentence(data, tmp_path, monkey
         run(tiny(data, report_to="trackio"), tmp_path)
     with pytest.raises(ValueError, match="report_to must be one of none, tensorboard, wandb, trackio, got carrier"):
         tiny(data, report_to="carrier")
+
+
+# Sweeps
+
+
+def test_a_sweep_is_a_run_for_each_value_and_a_table(data, tmp_path):
+    chosen = tiny(data, valid_sequences=2)
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(chosen).items()]
+    arguments = ["distill", "demo", *fields, "--output", str(tmp_path), "--sweep", "learning_rate=1e-2,1e-3"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    *_, head, rule, high, low = result.stdout.splitlines()
+    assert head.startswith("| run | loss | hard | valid_loss")
+    assert rule.count("---") == head.count("|") - 1
+    for row, rate in ((high, "1e-2"), (low, "1e-3")):
+        folder = tmp_path / f"learning_rate={rate}"
+        found = json.loads((folder / "result.json").read_text())
+        cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+        assert cells["| run"] == f"| learning_rate={rate}"
+        assert float(cells["valid_perplexity"]) == pytest.approx(found["valid_perplexity"], rel=1e-3)
+        assert float(cells["grad mean"]) == pytest.approx(found["gradients"]["mean"], rel=1e-3)
+        assert json.loads((folder / "recipe.json").read_text())["learning_rate"] == float(rate)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    again = CliRunner().invoke(app, arguments)
+    assert again.stdout.splitlines()[-4:] == [head, rule, high, low]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == before
+
+
+def test_a_run_that_diverges_does_not_end_a_sweep(data, tmp_path, monkeypatch):
+    def diverging(chosen, output, resume):
+        if chosen.learning_rate > 1:
+            raise FloatingPointError("loss is nan at step 3; there is no checkpoint yet")
+        return run(chosen, output, resume)
+
+    monkeypatch.setattr("affine_attn.distill.sweep.run", diverging)
+    first, second = run_all(grid(tiny(data), "learning_rate=9,1e-3"), tmp_path)
+    assert first == {"run": "learning_rate=9", "stopped": "loss is nan at step 3; there is no checkpoint yet"}
+    assert second["loss"] > 0
+    assert [line.count("|") for line in table([first, second])] == [len(first | second) + 1] * 4
+
+
+def test_the_papers_grid_and_mistakes_in_one():
+    assert [chosen.learning_rate for chosen in grid(recipe("paper-1b"), "learning_rate").values()] == [*LEARNING_RATES]
+    assert (LEARNING_RATES[0], LEARNING_RATES[-1]) == (5e-4, 5e-3)
+    for sweep, message in (("seed", "--sweep must be field=value"), ("sede=1,2", "did you mean seed")):
+        with pytest.raises(ValueError, match=message):
+            grid(recipe("demo"), sweep)
