@@ -150,12 +150,22 @@ def prepare(
 
 @app.command()
 def distill(
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="demo, small, paper-0.5b, paper-1b or paper-3b")],
+    name: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="demo, small, needle, paper-0.5b, paper-1b or paper-3b")
+    ],
     assignments: Annotated[
         list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="what differs from the recipe")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,...",
+            help="a run for each value, in folders inside the output, and a table; finished ones are reused; "
+            "learning_rate alone is the paper's sweep",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost, train nothing")] = False,
     gpus: Annotated[int, typer.Option(min=1, help="for --dry-run: how many share the work")] = 1,
     mfu: Annotated[
@@ -174,6 +184,13 @@ def distill(
         if dry_run:
             for line in estimate.dry_run(name, chosen, gpus, mfu):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        if sweep is not None:
+            from affine_attn.distill.sweep import grid, run_all, table
+
+            folder = output or Path("runs") / f"{name}-sweep"
+            # Not through rich: rows must stay on their lines however narrow the terminal is.
+            print(*table(list(run_all(grid(chosen, sweep), folder))), sep="\n")
             return
         from affine_attn.distill.run import Terminated, run
 

@@ -3,7 +3,7 @@
 Every case is ``DistillTrainer`` on random tokens: plain pretraining with each attention, then distillation from a
 random teacher. Cases take turns; a step's time is between two logged steps, the first ones (compiling) left out. MFU
 counts matrix products and causal attention of the student's training and the teacher's forward, recomputation not, as
-``estimate.flops_per_token``. Rows of mode "training" go to benchmarks/results/training/<device>.csv.
+``estimate.flops_per_token``. Rows go to benchmarks/results/training/<device>.csv.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from transformers.trainer_utils import SaveStrategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn.distill.estimate import PEAK_FLOPS, flops_per_token, size, teacher_config
+from affine_attn.distill.estimate import PEAKS, flops_per_token, size, teacher_config
+from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
-from affine_attn.distill.trainer import METRICS, DistillTrainer
+from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record
 
@@ -68,7 +69,7 @@ def main() -> None:
         rows = timed([recipe_of(options, attention, teacher) for attention in options.attention], options, device)
         for row in rows:
             console.print(
-                f"{row['shape']}  {row['what']:32} {row['ms_p50']} ms/step  x {row['ratio']}  "
+                f"{row['shape']}  {row['mode']}  {row['what']:10} {row['ms_p50']} ms/step  x {row['ratio']}  "
                 f"{row['tokens_per_second']} tokens/s  MFU {row['mfu'] or 'unknown'}  {row['peak_mib']} MiB",
                 markup=False,
             )
@@ -103,14 +104,14 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
         config = teacher_config(recipe)
         flops = flops_per_token(recipe, size(recipe.student_config), None if config is None else size(config))
         rate = tokens / p50 * 1e3
-        is_known = "H100" in record.device_name(device) or "H200" in record.device_name(device)
+        peak = PEAKS.get(record.device_name(device))
         rows.append({
-            "shape": f"{recipe.student} S{recipe.sequence_length} B{recipe.micro_batch}x{options.accumulation}",
-            "what": recipe.attention if recipe.teacher is None else f"{recipe.attention}, teacher {recipe.teacher}",
-            "engine": "DistillTrainer", "mode": "training",
+            "shape": recipe.student, "what": recipe.attention, "engine": "DistillTrainer",
+            "mode": f"{'pretraining' if recipe.teacher is None else f'distillation from {recipe.teacher}'}, "
+            f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}",
             "ms_p20": f"{p20:.1f}", "ms_p50": f"{p50:.1f}", "ms_p80": f"{p80:.1f}", "ratio": f"{p50 / baseline:.4f}",
             "baseline": recipes[0].attention, "tokens_per_second": f"{rate:.0f}",
-            "tflops": f"{rate * flops / 1e12:.1f}", "mfu": f"{rate * flops / PEAK_FLOPS:.4f}" if is_known else "",
+            "tflops": f"{rate * flops / 1e12:.1f}", "mfu": "" if peak is None else f"{rate * flops / peak:.4f}",
             "peak_mib": f"{peak[recipe.attention]:.0f}",
         })  # fmt: skip
     return rows

@@ -142,7 +142,7 @@ def test_the_cache_beside_the_data_is_the_default(tmp_path, teacher):
     planned = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert planned.exit_code == 0, planned.output
     # 2 bytes for an entry below 65536 and for its logit.
-    tokens = len(TokenShards(data, LENGTH)) * LENGTH
+    tokens = sum(len(TokenShards(data, LENGTH, split)) for split in ("train", "valid")) * LENGTH
     assert (
         f"24 bytes per token (5 x (2-byte entry + bfloat16 logit of 2 bytes) + 4) x {tokens:,} tokens" in planned.output
     )

@@ -20,12 +20,15 @@ VOCAB, LENGTH = 64, 16
 def counting_shards(folder: Path, seed: int = 0) -> Path:
     """Documents of counting tokens: easy to learn, of lengths that put boundaries inside sequences, and the same on
     every machine, whatever its libraries' random numbers."""
-    writer = shards.ShardWriter(folder, "train-00000", np.dtype("<u2"))
-    for i in range(120):
-        start, length = (37 * i + seed) % (VOCAB - 1), 5 + 11 * i % 35
-        writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
-    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16"}
-    shards.write_json(folder / shards.MANIFEST, manifest | {"shards": {"train": writer.commit(), "valid": []}})
+    parts = {}
+    for split, documents in (("train", range(120)), ("valid", range(120, 132))):
+        writer = shards.ShardWriter(folder, f"{split}-00000", np.dtype("<u2"))
+        for i in documents:
+            start, length = (37 * i + seed) % (VOCAB - 1), 5 + 11 * i % 35
+            writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
+        parts[split] = writer.commit()
+    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
+    shards.write_json(folder / shards.MANIFEST, manifest)
     return folder
 
 

@@ -3,16 +3,27 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from affine_attn.distill.losses import CHUNK_BYTES
 from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
 from affine_attn.models import PRESETS, preset
 
-# bf16 without sparsity, H100 and H200.
-PEAK_FLOPS = 989e12
+# FLOP/s of dense bf16 products by the name torch gives a device, from its maker's data sheet.
+PEAKS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+# Of the device that a dry run calculates with.
+PEAK_FLOPS = PEAKS["NVIDIA H200"]
 # Part of the peak that is reached, where it was not measured.
 ASSUMED_MFU = 0.4
 
@@ -41,18 +52,24 @@ class Size:
 
 def size(config: PreTrainedConfig) -> Size:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    # A tied head is listed beside the embedding.
-    named = model.named_parameters(remove_duplicate=False)
+        return size_of(AutoModelForCausalLM.from_config(config))
+
+
+def size_of(model: PreTrainedModel) -> Size:
+    config: Any = model.config
+    # Module by module, because a tied head is one parameter with the embedding.
+    multiplying = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    own = (parameter for module in multiplying for parameter in module.parameters(recurse=False))
     return Size(
         parameters=model.num_parameters(),
-        matmul=sum(p.numel() for name, p in named if p.dim() == 2 and "embed_tokens" not in name),
+        matmul=sum(parameter.numel() for parameter in own if parameter.dim() == 2),
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        # GPT-2 and its kin leave out what is four times as wide.
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         vocab=config.vocab_size,
     )
 

@@ -51,11 +51,13 @@ class Recipe:
     teacher: str | None = _paper("meta-llama/Llama-3.2-3B", "Qwen/Qwen1.5-1.8B")
     rho: float = _paper(0.9)  # momentum of affine's alpha_ma
     vocab_size: int | None = _ours(None)  # of the student, where it is not the preset's
+    start: str | None = _ours(None)  # folder of a model with the weights this student starts from; none: random
 
     # A folder of shards (affine-attn prepare), and whether its documents see each other.
     data: str = _ours("data/fineweb-edu")
     documents: bool = _ours(True)
     sequence_length: int = _paper(2048)
+    needles: int = _ours(0)  # hidden in every sequence; only the answers about them are learned. 0: all of the text is
 
     global_batch: int = _paper(1024)  # sequences of an optimizer step
     micro_batch: int = _ours(8)  # sequences of a forward on one device
@@ -79,8 +81,12 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = _ours("bfloat16")  # of the arithmetic; the student's weights are float32
     gradient_checkpointing: bool = _ours(False)
     compile: bool = _ours(True)  # decoder layers through torch.compile: a minute at the start, steps faster by half
+    valid_sequences: int = _ours(256)  # of the held-out text, at most; 0: no validation
+    valid_steps: int = _ours(0)  # steps between validations; 0: only at the end
+    statistics_steps: int = _ours(100)  # steps between lines of statistics.jsonl; 0: no such file
     save_steps: int = _ours(500)
     keep_checkpoints: int = _ours(2)
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _ours("none")  # besides the files of the run
     workers: int = _ours(2)  # processes that read data, per device
 
     def __post_init__(self) -> None:
@@ -92,7 +98,16 @@ class Recipe:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("weight_decay", "warmup_steps", "decay_steps", "max_grad_norm", "workers"):
+        counts = (
+            "needles",
+            "warmup_steps",
+            "decay_steps",
+            "workers",
+            "valid_sequences",
+            "valid_steps",
+            "statistics_steps",
+        )
+        for name in ("weight_decay", "max_grad_norm", *counts):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.warmup_steps + self.decay_steps > self.steps:
@@ -129,7 +144,7 @@ class Recipe:
             return None
         vocab_size = self.student_config.vocab_size
         changes = {"student": name or self.student, "attention": "softmax"}
-        changes |= {"teacher": None, "shared_vocab": None, "top_k": None}
+        changes |= {"teacher": None, "shared_vocab": None, "top_k": None, "start": None}
         return dataclasses.replace(self, **changes, vocab_size=vocab_size)
 
     @property
@@ -234,9 +249,25 @@ def paper_3b() -> Recipe:
     )
 
 
+def needle() -> Recipe:
+    """Fine-tunes the student of small to find needles (arXiv 2505.17083: 300 steps, answers only). Data: as small"""
+    return dataclasses.replace(
+        small(),
+        start="runs/small/model",
+        needles=3,
+        documents=False,
+        sequence_length=4096,
+        micro_batch=8,
+        steps=300,
+        warmup_steps=100,
+        decay_steps=100,
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "demo": demo,
     "small": small,
+    "needle": needle,
     "paper-0.5b": paper_0_5b,
     "paper-1b": paper_1b,
     "paper-3b": paper_3b,

@@ -1,15 +1,15 @@
 """``affine-attn distill``: a recipe carried out in a folder.
 
-The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl``, the checkpoints and, at the end, ``model``:
-the student with the tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a
-folder inside, ``teacher``.
+The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
+names say what is in them), the checkpoints and, at the end, ``result.json`` and ``model``: the student with the
+tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a folder inside,
+``teacher``.
 """
 
 import dataclasses
-import importlib.metadata
+import importlib.util
 import json
 import logging
-import platform
 import shutil
 import signal
 import threading
@@ -18,22 +18,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from affine_attn.distill.cache import CachedShards
+from affine_attn.distill.data import held_out, sequences
+from affine_attn.distill.environment import ENVIRONMENT, environment
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import TokenShards, write_json
+from affine_attn.distill.result import RESULT, result
+from affine_attn.distill.shards import write_json
+from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
+from affine_attn.distill.validation import Validation
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import load
+from affine_attn.models.presets import at_length
 
-RECIPE, ENVIRONMENT, MODEL, TEACHER = "recipe.json", "environment.json", "model", "teacher"
+RECIPE, MODEL, TEACHER = "recipe.json", "model", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
-_FREE = {"micro_batch", "gradient_checkpointing", "compile", "save_steps", "keep_checkpoints", "workers"}
+_FREE = {
+    "micro_batch", "gradient_checkpointing", "compile", "workers", "save_steps", "keep_checkpoints",
+    "valid_steps", "statistics_steps", "report_to",
+}  # fmt: skip
 
 
 class Terminated(Exception):
@@ -51,7 +57,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     if resume and args.should_save:
         found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
         logging.getLogger(__name__).warning("--resume: %s", found)
-    dataset, config = _dataset(recipe), recipe.student_config
+    dataset, config = sequences(recipe), recipe.student_config
     if dataset.manifest["vocab_size"] > config.vocab_size:
         raise ValueError(
             f"{recipe.data} has tokens up to {dataset.manifest['vocab_size'] - 1}, the student's vocabulary "
@@ -61,7 +67,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(
-        AffineAttnForCausalLM(config),
+        _student(recipe),
         args,
         dataset,
         teacher=teacher,
@@ -70,11 +76,18 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         compile=recipe.compile,
         top_k=recipe.top_k,
     )
+    valid = held_out(recipe)
+    if valid is not None:
+        trainer.add_callback(Validation(trainer, valid, recipe.valid_steps))
+    if recipe.statistics_steps:
+        looked_at: Any = dataset if valid is None else valid
+        few = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
+        trainer.add_callback(Statistics(output, recipe.statistics_steps, few, trainer.metrics))
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / RECIPE, dataclasses.asdict(recipe))
-        write_json(output / ENVIRONMENT, _environment(args, recipe))
+        write_json(output / ENVIRONMENT, environment(args))
     with _on_sigterm(trainer.stop):
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step < recipe.steps:
@@ -85,6 +98,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         if args.should_save and dataset.tokenizer.is_dir():
             shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
     if args.should_save:
+        write_json(output / RESULT, result(output))
         unfinished.replace(output / MODEL)
     trainer.accelerator.wait_for_everyone()
     return output / MODEL
@@ -136,10 +150,17 @@ def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         # Of the configuration that is saved; training itself keeps no cache.
         use_cache=True,
-        report_to="none",
+        report_to=_reporter(recipe.report_to),
     )
     args.gradient_accumulation_steps = recipe.accumulation(args.world_size)
     return args
+
+
+def _reporter(name: str) -> str:
+    # transformers would answer with several lines, after the data and the teacher have been loaded.
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise ValueError(f"report_to={name} needs that package: pip install {name}")
+    return name
 
 
 def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
@@ -155,12 +176,30 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     return get_last_checkpoint(str(output))
 
 
-def _dataset(recipe: Recipe, split: str = "train") -> TokenShards:
-    place: tuple[Any, ...] = (recipe.data, recipe.sequence_length, split, recipe.documents)
-    if recipe.teacher_cache is None:
-        return TokenShards(*place)
-    vocabulary = recipe.shared_vocab or recipe.student_config.vocab_size
-    return CachedShards(*place, cache=recipe.teacher_cache, vocabulary=vocabulary, top_k=recipe.top_k)
+def _student(recipe: Recipe) -> AffineAttnForCausalLM:
+    """From random numbers, or the model of a folder as it is, also the length in its attention's formula."""
+    config = recipe.student_config
+    if recipe.start is None:
+        return AffineAttnForCausalLM(config)
+    model = load(recipe.start, dtype=torch.float32)
+    if not isinstance(model, AffineAttnForCausalLM):
+        raise ValueError(
+            f"start={recipe.start} is a {type(model).__name__}: give it an attention with affine-attn convert"
+        )
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if getattr(model.config, name) != getattr(config, name):
+            raise ValueError(
+                f"start={recipe.start} has {name} {getattr(model.config, name)}, student={recipe.student} "
+                f"{getattr(config, name)}: give the student and the vocab_size it was trained with"
+            )
+    if any(
+        at_length(model.config.spec(i), recipe.sequence_length) != recipe.spec for i in range(config.num_hidden_layers)
+    ):
+        raise ValueError(
+            f"start={recipe.start} has another attention than attention={recipe.attention}, rho={recipe.rho}: "
+            "give those it was trained with"
+        )
+    return model
 
 
 def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
@@ -175,18 +214,3 @@ def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
         return AffineAttnForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
     return load(recipe.teacher, dtype=dtype)
-
-
-def _environment(args: TrainingArguments, recipe: Recipe) -> dict[str, Any]:
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
-    try:
-        versions["affine_attn"] = importlib.metadata.version("affine-attn")
-    except importlib.metadata.PackageNotFoundError:
-        versions["affine_attn"] = "a source tree that is not installed"
-    gpu = torch.cuda.get_device_name() if args.device.type == "cuda" else platform.machine()
-    return versions | {
-        "python": platform.python_version(),
-        "device": gpu,
-        "processes": args.world_size,
-        "seed": recipe.seed,
-    }

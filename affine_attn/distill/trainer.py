@@ -3,10 +3,8 @@
 # The annotations of transformers are narrower than what its Trainer takes and gives.
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
-import json
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +15,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
 from affine_attn.distill.cache import CachedShards, cached_target
+from affine_attn.distill.estimate import size_of
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss
+from affine_attn.distill.metrics import Metrics
+from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, frozen, largest
 
-METRICS = "metrics.jsonl"
 _UNFINISHED = "checkpoint.tmp"
 # FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
 # the loss that is logged, and sum gradients over ranks in bf16, where DDP does in fp32.
@@ -56,7 +56,7 @@ class DistillTrainer(Trainer):
         self,
         model: PreTrainedModel,
         args: TrainingArguments,
-        train_dataset: TokenShards,
+        train_dataset: TokenShards | NeedleSequences,
         teacher: PreTrainedModel | None = None,
         loss: LossSpec = LossSpec(),
         shared: int | None = None,
@@ -94,7 +94,13 @@ class DistillTrainer(Trainer):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(_Bar)
-        self.add_callback(_MetricsFile(self._folder, self._step_tokens()))
+        self.metrics = Metrics(self._folder, args, self._step_tokens(), self._flops_per_token())
+        self.add_callback(self.metrics)
+
+    @property
+    def has_target(self) -> bool:
+        """Is there more to learn from than the text: a teacher, or the cache of one."""
+        return self.teacher is not None or isinstance(self.train_dataset, CachedShards)
 
     def release(self) -> PreTrainedModel:
         """The model with its own forward, as before."""
@@ -140,7 +146,7 @@ class DistillTrainer(Trainer):
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 # The denominator is that of all ranks, over which gradients and logged losses are averaged.
                 loss = loss * self.accelerator.num_processes
-        return (loss, {"loss": loss}) if return_outputs else loss
+        return (loss, parts._asdict()) if return_outputs else loss
 
     def _target(self, inputs: dict[str, Tensor], context: dict[str, Tensor]) -> Teacher | TopK | None:
         if self.teacher is None:
@@ -162,6 +168,13 @@ class DistillTrainer(Trainer):
     def _step_tokens(self) -> int:
         return self.get_total_train_batch_size(self.args) * self.train_dataset.sequence_length
 
+    def _flops_per_token(self) -> int:
+        """Of the student's training and the teacher's forward; recomputation does not count."""
+        student: Any = self.model
+        length = self.train_dataset.sequence_length
+        asked = 0 if self.teacher is None else size_of(self.teacher).forward_flops(length)
+        return size_of(student).training_flops(length) + asked
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._parts is not None:
             # Before the checkpoint of this step is written, so none ever holds what a bad step left.
@@ -173,9 +186,9 @@ class DistillTrainer(Trainer):
             kd, hard, entropy = (value / (self.state.global_step - step) for value in means)
             if stop:
                 self.control.should_save = self.control.should_training_stop = True
-            has_target = self.teacher is not None or isinstance(self.train_dataset, CachedShards)
-            logs |= {"kd": kd, "hard": hard, "entropy": entropy} if has_target else {"hard": hard}
+            logs |= {"kd": kd, "hard": hard, "entropy": entropy} if self.has_target else {"hard": hard}
             self._parts = None
+            logs |= self.metrics.measured(self.state.global_step)
         super().log(logs, start_time)
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
@@ -244,36 +257,3 @@ class _Bar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in (logs or {}):
             self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
-
-
-class _MetricsFile(TrainerCallback):
-    """One JSON object per logged step. A resumed run goes on after the lines of its checkpoint."""
-
-    def __init__(self, folder: Path, step_tokens: int):
-        self.path, self.step_tokens = folder / METRICS, step_tokens
-        self.step, self.seconds = 0, 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.step, self.seconds = state.global_step, time.perf_counter()
-        if not state.is_world_process_zero:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        written = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        # Steps after the checkpoint are about to be done again; a line without its end was cut.
-        lines = written[: written.rfind("\n") + 1].splitlines()
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.path)
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if not state.is_world_process_zero or logs is None or "loss" not in logs:
-            return
-        now = time.perf_counter()
-        speed = (state.global_step - self.step) * self.step_tokens / (now - self.seconds)
-        self.step, self.seconds = state.global_step, now
-        names = {"learning_rate": "lr"}
-        row = {"step": state.global_step, **{names.get(key, key): value for key, value in logs.items()}}
-        row.pop("epoch", None)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | {"tokens_per_second": round(speed, 1)}) + "\n")

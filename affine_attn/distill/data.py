@@ -1,0 +1,35 @@
+"""What a recipe trains on and what it holds out."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Subset
+
+from affine_attn.distill.cache import CachedShards
+from affine_attn.distill.needle import NeedleSequences
+from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.shards import TokenShards, read_manifest
+
+Sequences = TokenShards | NeedleSequences
+
+
+def sequences(recipe: Recipe, split: str = "train") -> Sequences:
+    place: tuple[Any, ...] = (recipe.data, recipe.sequence_length, split, recipe.documents)
+    if recipe.teacher_cache is not None:
+        vocabulary = recipe.shared_vocab or recipe.student_config.vocab_size
+        return CachedShards(*place, cache=recipe.teacher_cache, vocabulary=vocabulary, top_k=recipe.top_k)
+    text = TokenShards(*place)
+    if recipe.needles == 0:
+        return text
+    # None of them twice: numbers that come back would be learned by heart.
+    number = recipe.steps * recipe.global_batch if split == "train" else recipe.valid_sequences
+    return NeedleSequences(text, number, recipe.needles, recipe.seed)
+
+
+def held_out(recipe: Recipe) -> Subset[dict[str, Tensor]] | None:
+    """At most ``valid_sequences`` of them; None where none are asked for or the data holds out less than one."""
+    tokens = sum(shard["tokens"] for shard in read_manifest(recipe.data)["shards"]["valid"])
+    if recipe.valid_sequences == 0 or tokens < recipe.sequence_length:
+        return None
+    valid = sequences(recipe, "valid")
+    return Subset(valid, range(min(recipe.valid_sequences, len(valid))))

@@ -1,0 +1,127 @@
+"""Needles in a haystack: facts hidden in text and asked for at its end, as in arXiv 2505.17083.
+
+A sequence is text of the shards with a few sentences "The special magic <city> number is <7 digits>." put into it, and
+ends with the beginnings of these sentences and the numbers that complete them. Only these last numbers are learned.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from affine_attn.distill.shards import IGNORED, TokenShards
+from affine_attn.distill.tokenizer import find_tokenizer, load_tokenizer
+
+CITIES = (
+    "Amsterdam", "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Delhi", "Dublin", "Geneva", "Hanoi", "Helsinki",
+    "Istanbul", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Montreal", "Nairobi",
+    "Oslo", "Paris", "Prague", "Rome", "Santiago", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
+
+
+class Haystack(NamedTuple):
+    ids: Tensor  # int64 [length]
+    labels: Tensor  # the next token where it belongs to an answer, else -100
+
+
+class Needles:
+    """Makes haystacks from the text of shards, with their tokenizer."""
+
+    def __init__(self, text: TokenShards):
+        self.text = text
+        self._tokenizer = load_tokenizer(find_tokenizer(str(text.tokenizer)))
+
+    def haystack(
+        self, rng: np.random.Generator, start: int, length: int, depths: Sequence[float], asked: Sequence[int]
+    ) -> Haystack:
+        """``length`` tokens, with text from token ``start`` on.
+
+        depths: where in the text each needle goes, 0 its beginning and 1 its end; asked: those that are asked for.
+        """
+        cities = rng.choice(CITIES, len(depths), replace=False)
+        prompts = [self._encoded(f"\nThe special magic {city} number is") for city in cities]
+        answers = [self._encoded(f" {number}") for number in rng.integers(10**6, 10**7, len(depths))]
+        stop = self._encoded(".\n")
+        room = length - sum(len(p) + len(a) + len(stop) for p, a in zip(prompts, answers, strict=True))
+        room -= sum(len(prompts[i]) + len(answers[i]) for i in asked)
+        if room < 1:
+            raise ValueError(f"{length} tokens are too few for {len(depths)} needles and {len(asked)} questions")
+        if start + room > self.text.tokens:
+            raise ValueError(
+                f"{self.text.folder} has too little text for {length} tokens: prepare more, or ask for less"
+            )
+        words, pieces, done = self.text.read(start, start + room).astype(np.int64).tolist(), [], 0
+        for i in np.argsort(depths, kind="stable"):
+            place = round(depths[i] * room)
+            pieces += [*words[done:place], *prompts[i], *answers[i], *stop]
+            done = place
+        pieces += words[done:]
+        labels = [IGNORED] * len(pieces)
+        for i in asked:
+            pieces += [*prompts[i], *answers[i]]
+            # The last token of the question predicts the first of the answer.
+            labels += [*[IGNORED] * (len(prompts[i]) - 1), *answers[i], IGNORED]
+        return Haystack(torch.tensor(pieces), torch.tensor(labels))
+
+    def _encoded(self, words: str) -> list[int]:
+        return self._tokenizer.encode(words, add_special_tokens=False).ids
+
+
+class NeedleSequences(Dataset[dict[str, Tensor]]):
+    """``number`` sequences for training, each with needles and places of its own; all needles are asked for."""
+
+    def __init__(self, text: TokenShards, number: int, needles: int = 3, seed: int = 0):
+        if not 1 <= needles <= len(CITIES):
+            raise ValueError(f"needles must be between 1 and {len(CITIES)}, got {needles}")
+        self.text, self.number, self.needles, self.seed = text, number, needles, seed
+        self.sequence_length, self.manifest, self.tokenizer = text.sequence_length, text.manifest, text.tokenizer
+        self._made = Needles(text)
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < self.number:
+            raise IndexError(f"sequence {i} of {self.number}")
+        rng, start = np.random.default_rng((self.seed, i)), i % len(self.text) * self.sequence_length
+        depths, asked = rng.random(self.needles), rng.permutation(self.needles)
+        ids, labels = self._made.haystack(rng, start, self.sequence_length, depths.tolist(), asked.tolist())
+        # As transformers has labels: of the token itself.
+        own = torch.cat((labels.new_full((1,), IGNORED), labels[:-1]))
+        return {"input_ids": ids, "labels": own, "shift_labels": labels}
+
+
+@torch.no_grad()
+def retrieval_accuracy(
+    model: Any,
+    text: TokenShards,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: int = 20,
+    needles: int = 3,
+    seed: int = 0,
+) -> list[dict[str, float]]:
+    """Share of haystacks whose answer the model writes digit by digit, by length in tokens and depth of the needle.
+
+    One needle is asked for; the others lie anywhere. An answer counts if each of its tokens is the likeliest one after
+    the right ones before it, which is when greedy decoding writes it. Rows have length, depth, samples and accuracy.
+    """
+    made, rows = Needles(text), []
+    head, device = model.get_output_embeddings(), model.get_output_embeddings().weight.device
+    for length in lengths:
+        for depth in depths:
+            right = 0
+            for sample in range(samples):
+                rng = np.random.default_rng((seed, length, sample))
+                start = int(rng.integers(max(1, text.tokens - length + 1)))
+                places = [depth, *rng.random(needles - 1).tolist()]
+                ids, labels = made.haystack(rng, start, length, places, asked=[0])
+                hidden = model.base_model(input_ids=ids[None].to(device), use_cache=False).last_hidden_state[0]
+                asked = labels != IGNORED
+                likeliest = head(hidden[asked.to(device)]).argmax(-1).cpu()
+                right += bool((likeliest == labels[asked]).all())
+            rows.append({"length": length, "depth": depth, "samples": samples, "accuracy": right / samples})
+    return rows

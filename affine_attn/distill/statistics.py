@@ -1,0 +1,65 @@
+"""``statistics.jsonl``: how the student attends as it learns, on a few sequences that stay the same.
+
+One line after every ``statistics_steps`` optimizer steps, and one before the first. ``step`` counts the steps done. All
+else is a list over layers of lists over heads: ``entropy``, ``first_token``, ``row_sum`` and ``sink_mass``, means over
+queries; ``mean_logit`` and ``max_logit`` over visible pairs; for affine attention also ``alpha``, its mean over tokens,
+``alpha_saturated``, the share of them with alpha at an end of its range, and ``alpha_ma``. A layer without alpha has
+null there. ``AttentionStats`` has the definitions.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from affine_attn.distill.losses import LossSpec
+from affine_attn.distill.metrics import JsonLines, Metrics
+from affine_attn.models.statistics import LayerStatistics, collect_statistics
+
+STATISTICS = "statistics.jsonl"
+SEQUENCES = 4
+_PER_HEAD = ("entropy", "first_token", "row_sum", "sink_mass", "mean_logit", "max_logit")
+_OF_ALPHA = ("alpha", "alpha_saturated", "alpha_ma")
+
+
+class Statistics(TrainerCallback):
+    """Writes the file, without a trace in training: the losses of a run are the same with and without it.
+
+    ``sequences`` are items of a dataset. They are looked at one by one, so memory does not depend on their number; all
+    ranks do it, because under FSDP a forward takes all of them.
+    """
+
+    def __init__(self, folder: Path, every: int, sequences: Sequence[dict[str, Tensor]], metrics: Metrics):
+        self.file, self.every, self.metrics = JsonLines(folder / STATISTICS), every, metrics
+        self.sequences = sequences
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self.file.cut(state.global_step)
+        if state.global_step == 0:
+            self._write(args, state, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        if state.global_step % self.every == 0:
+            self._write(args, state, model)
+
+    def _write(self, args: Any, state: Any, model: Any) -> None:
+        def forward(batch: dict[str, Tensor]) -> None:
+            # The forward of training, at the door where FSDP and autocast wait.
+            context = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+            loss = {"labels": batch["shift_labels"], "target": None, "spec": LossSpec()}
+            model(**context, **loss, shared=None, tokens=None)
+
+        with self.metrics.paused():
+            batches = ({name: t[None].to(args.device) for name, t in one.items()} for one in self.sequences)
+            layers = collect_statistics(model, batches, forward=forward)
+            if state.is_world_process_zero:
+                self.file.append({"step": state.global_step, **_columns(layers)})
+
+
+def _columns(layers: list[LayerStatistics]) -> dict[str, list]:
+    names = [*_PER_HEAD, *(_OF_ALPHA if any(layer.alpha is not None for layer in layers) else ())]
+    values = {name: [getattr(layer, name) for layer in layers] for name in names}
+    return {name: [None if v is None else v.tolist() for v in column] for name, column in values.items()}

@@ -1,0 +1,143 @@
+"""``collect_statistics``: what ``attention_stats`` says of every layer and head of a model, on given sequences."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.layer import AttentionLayer
+from affine_attn.core.stats import AttentionStats, attention_stats
+
+_ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
+
+
+@dataclass
+class LayerStatistics:
+    """Of one layer, one number per head [H], fp32 on the CPU. Entries of alpha are None where a layer has none."""
+
+    entropy: Tensor  # means over queries; see AttentionStats
+    first_token: Tensor
+    row_sum: Tensor
+    sink_mass: Tensor
+    mean_logit: Tensor  # over visible pairs
+    max_logit: Tensor
+    alpha: Tensor | None = None  # mean over tokens
+    alpha_saturated: Tensor | None = None  # share of tokens with alpha at an end of its range
+    alpha_ma: Tensor | None = None  # the moving average as it stands
+    # One entry per batch, [B, H, T] on the CPU, where they were asked for.
+    queries: list[AttentionStats] = field(default_factory=list)
+    query_alpha: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def collect_statistics(
+    model: Any,
+    batches: Iterable[Mapping[str, Tensor]],
+    queries: bool = False,
+    forward: Callable[[Any], Any] | None = None,
+) -> list[LayerStatistics]:
+    """Run the decoder of ``model`` on the batches and return the statistics of its layers, in order.
+
+    model: an AffineAttn model, as it stands: its weights, moving averages, modes and random numbers stay untouched.
+    batches: arguments of the decoder, ``input_ids`` and what belongs to it. Without padding, whose queries would count.
+    queries: keep the numbers of every single query too. Memory is linear in the length with and without them.
+    forward: what is done with a batch, where it is not the decoder that is called.
+    """
+    layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
+    sums = {layer: _Sums(layer, queries) for layer in layers}
+    seen = _calls_seen_by(layers, lambda layer, call: sums[layer].add(call))
+    # Compiled layers would go on as they were compiled and show nothing.
+    with torch.compiler.set_stance("force_eager"), evaluating(model), seen:
+        for batch in batches:
+            if forward is None:
+                model.base_model(**batch, use_cache=False)
+            else:
+                forward(batch)
+    return [entry.result() for entry in sums.values()]
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """In eval mode; afterwards every module has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _calls_seen_by(
+    layers: list[AttentionLayer], visit: Callable[[AttentionLayer, dict[str, Any]], None]
+) -> Iterator[None]:
+    """While open, every call's arguments of ``attention`` are shown to ``visit`` before it runs."""
+
+    def showing(layer: AttentionLayer) -> Callable[..., dict[str, Any]]:
+        def stages(*args: Any) -> dict[str, Any]:
+            call = type(layer).stages(layer, *args)
+            visit(layer, call)
+            return call
+
+        return stages
+
+    try:
+        for layer in layers:
+            layer.stages = showing(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("stages", None)
+
+
+class _Sums:
+    """Of one layer over batches, in float64."""
+
+    def __init__(self, layer: AttentionLayer, keep: bool):
+        self.layer, self.keep = layer, keep
+        self.sums: dict[str, Tensor] = {}
+        self.rows = self.pairs = 0
+        self.largest: Tensor | None = None
+        self.queries: list[AttentionStats] = []
+        self.query_alpha: list[Tensor] = []
+
+    def add(self, call: dict[str, Any]) -> None:
+        q, k, mask, alpha = call["q"], call["k"], call["mask"], call["alpha"]
+        if mask.padding is not None:
+            raise ValueError("statistics count every query: give batches without padding, such as one text at a time")
+        stats = attention_stats(**{name: value for name, value in call.items() if name not in ("v", "gate")})
+        pairs = mask.count(q.shape[2], k.shape[2], q.device).expand(q.shape[0], 1, q.shape[2]).sum(-1)
+        new = {name: getattr(stats, name).sum((0, 2), dtype=torch.float64) for name in _ROWS}
+        new["mean_logit"] = (stats.mean_logit.double() * pairs).sum(0)
+        if alpha is not None:
+            ends = (alpha <= 0) | (alpha >= self.layer.alpha.affine.alpha_range)
+            new["alpha"], new["alpha_saturated"] = alpha.sum((0, 2), dtype=torch.float64), ends.double().sum((0, 2))
+        self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
+        self.rows += q.shape[0] * q.shape[2]
+        self.pairs += pairs.sum()
+        largest = stats.max_logit.amax(0)
+        self.largest = largest if self.largest is None else torch.maximum(largest, self.largest)
+        if self.keep:
+            self.queries.append(AttentionStats(*(value.cpu() for value in stats)))
+            if alpha is not None:
+                self.query_alpha.append(alpha.cpu())
+
+    def result(self) -> LayerStatistics:
+        if self.largest is None:
+            raise ValueError("there are no batches to collect statistics from")
+        counts = {name: self.pairs if name == "mean_logit" else self.rows for name in self.sums}
+        means = {name: (value / counts[name]).float().cpu() for name, value in self.sums.items()}
+        average = None if self.layer.alpha is None else self.layer.alpha.alpha_ma.float().cpu().clone()
+        return LayerStatistics(
+            **means,
+            max_logit=self.largest.cpu(),
+            alpha_ma=average,
+            queries=self.queries,
+            query_alpha=self.query_alpha,
+        )
