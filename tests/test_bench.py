@@ -122,9 +122,10 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
 
 
-def test_generation_times_every_model_without_its_prompt():
+def test_generation_times_every_model():
     models = generation.build("nano", ["affine"], torch.device("cpu"))
-    rows = generation.timed(models, batch=1, context=24, tokens=12, rounds=1, shape="nano 24")
+    time_once = generation.runner(models, batch=1, context=24, tokens=12)
+    rows = generation.rows_of([time_once(), time_once()], "nano 24 x1")
     assert [row["what"] for row in rows] == [generation.BASELINE, "affine"]
     assert all(row["shape"] == "nano 24 x1" and float(row["ms_p50"]) > 0 for row in rows)
     assert "nano 24 x1" in "\n".join(readme.tables(rows))

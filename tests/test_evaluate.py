@@ -347,7 +347,7 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
         ((llama, "piqa", "--data", f"piqa={bad}"), "its fields must be those of baber/piqa"),
         ((llama, "piqa", "--data", f"piqa={cut}"), "is damaged, or not JSON lines"),
         ((llama, "--text", tmp_path / "none"), "there is no file"),
-        ((llama, "--shards", tmp_path), "make the shards with affine-attn prepare"),
+        ((llama, "--shards", tmp_path), "has no manifest.json: make it with affine-attn prepare"),
         ((llama, "--length", "8"), "are for --text and --shards"),
         ((llama, "--import-scores", tmp_path / "none", "--data", sets), "there is no file"),
         ((llama, "--text", bad, "--import-scores", bad), "--import-scores is for tasks"),

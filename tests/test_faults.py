@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 
 # Lines of the metrics are written while steps are logged.
-LINE = r"open .*/metrics\.jsonl"
+LINE = r"open .*/metrics\.jsonl$"
 
 
 def command(data: Path, output: Path, *more: str, **changes) -> list[str]:

@@ -1,5 +1,6 @@
 """The README's code runs, its tables are the generated ones, and its file tree exists."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def test_scaling_takes_what_was_measured_and_says_what_was_not(tmp_path):
     chosen = recipe("paper-1b")
     student, teacher = (estimate.size(config) for config in (chosen.student_config, estimate.teacher_config(chosen)))
     speed = 64 * 989e12 * 0.5 / estimate.flops_per_token(chosen, student, teacher)
-    assert f"| 64 | 8 x 2 | 52 | 34 | {speed:,.0f} |" in measured
+    memory = estimate.memory(dataclasses.replace(chosen, micro_batch=8), student, teacher, 64)
+    gib = " | ".join(f"{memory[kind] / 2**30:.0f}" for kind in ("DDP", "FSDP"))
+    assert f"| 64 | 8 x 2 | {gib} | {speed:,.0f} |" in measured
     assert scaling.measured_row("paper-1b", chosen, record.read(tmp_path / "measured.csv"))["mfu"] == "0.5"
 
 
