@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.trainer import DistillTrainer
+from affine_attn.measure import summary
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record
 
@@ -50,7 +51,7 @@ class RandomTokens(Dataset):
         return {"input_ids": tokens[:-1], "shift_labels": tokens[1:]}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--student", default="llama3.2-1b", help="preset (default: %(default)s)")
     parser.add_argument("--teacher", default="llama3.2-3b", help="preset, or none (default: %(default)s)")
@@ -59,9 +60,10 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of a forward")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of every turn")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="decoder layers as they are")
     parser.add_argument("--output", type=Path, help="CSV to update")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.output or record.RESULTS / "training" / record.results_path(device).name
     machine = record.provenance(device)
@@ -83,42 +85,39 @@ def recipe_of(options: argparse.Namespace, attention: str, teacher: str | None) 
     return Recipe(
         student=options.student, attention=attention, teacher=teacher, sequence_length=options.sequence_length,
         micro_batch=options.micro_batch, global_batch=options.micro_batch * options.accumulation,
-        steps=steps, warmup_steps=0, decay_steps=0, save_steps=steps + 1,
+        steps=steps, warmup_steps=0, decay_steps=0, save_steps=steps + 1, compile=options.compile,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
     )  # fmt: skip
 
 
 def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.device) -> list[record.Row]:
+    # One number per round; every second round backwards, so that a machine that warms up favours nobody.
     ms: dict[str, list[float]] = {recipe.attention: [] for recipe in recipes}
-    peak = dict.fromkeys(ms, 0.0)
-    for _ in range(options.rounds):
-        for recipe in recipes:
-            times, mib = trained(recipe, device)
-            ms[recipe.attention] += times
-            peak[recipe.attention] = max(peak[recipe.attention], mib)
-    rows, baseline = [], median(ms[recipes[0].attention])
+    memory: dict[str, float] = {}
+    for number in range(options.rounds):
+        for recipe in recipes if number % 2 == 0 else reversed(recipes):
+            step_ms, memory[recipe.attention] = trained(recipe, device)
+            ms[recipe.attention].append(step_ms)
+    rows, baseline, peak = [], recipes[0].attention, PEAKS.get(record.device_name(device))
     for recipe in recipes:
-        p20, _, _, p80 = quantiles(ms[recipe.attention], n=5, method="inclusive")
-        p50 = median(ms[recipe.attention])
-        tokens = recipe.global_batch * recipe.sequence_length
+        timing = summary(ms[recipe.attention], ms[baseline])
         config = teacher_config(recipe)
         flops = flops_per_token(recipe, size(recipe.student_config), None if config is None else size(config))
-        rate = tokens / p50 * 1e3
-        peak = PEAKS.get(record.device_name(device))
+        rate = recipe.global_batch * recipe.sequence_length / timing.p50 * 1e3
         rows.append({
             "shape": recipe.student, "what": recipe.attention, "engine": "DistillTrainer",
             "mode": f"{'pretraining' if recipe.teacher is None else f'distillation from {recipe.teacher}'}, "
             f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}",
-            "ms_p20": f"{p20:.1f}", "ms_p50": f"{p50:.1f}", "ms_p80": f"{p80:.1f}", "ratio": f"{p50 / baseline:.4f}",
-            "baseline": recipes[0].attention, "tokens_per_second": f"{rate:.0f}",
+            "ms_p20": f"{timing.p20:.1f}", "ms_p50": f"{timing.p50:.1f}", "ms_p80": f"{timing.p80:.1f}",
+            "ratio": f"{timing.ratio:.4f}", "baseline": baseline, "tokens_per_second": f"{rate:.0f}",
             "tflops": f"{rate * flops / 1e12:.1f}", "mfu": "" if peak is None else f"{rate * flops / peak:.4f}",
-            "peak_mib": f"{peak[recipe.attention]:.0f}",
+            "peak_mib": f"{memory[recipe.attention]:.0f}",
         })  # fmt: skip
     return rows
 
 
-def trained(recipe: Recipe, device: torch.device) -> tuple[list[float], float]:
-    """Milliseconds of every step after the warm-up, and the peak of memory."""
+def trained(recipe: Recipe, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a step after the warm-up, and the peak of memory."""
     dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -143,7 +142,7 @@ def trained(recipe: Recipe, device: torch.device) -> tuple[list[float], float]:
     del trainer, model, teacher
     gc.collect()
     torch.cuda.empty_cache()
-    return [tokens / line["tokens_per_second"] * 1e3 for line in lines[_WARM_UP:]], peak
+    return median(tokens / line["tokens_per_second"] * 1e3 for line in lines[_WARM_UP:]), peak
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from affine_attn import VARIANTS, attention
 from affine_attn.core.accuracy import Shape
 from affine_attn.measure import side_by_side
-from benchmarks import generation, plot, readme, record, run, steps
+from benchmarks import generation, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 
@@ -113,8 +113,8 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     rows = [_row(shape, "affine", "forward+backward", ratio="1.05", **named) for shape in plot.LENGTHS]
     rows += [_row("d", "affine", "decode", ratio="0.9", fraction_of_copy="0.8", **named)]
     rows += [_row("3B", "affine, forward", "epilogue", fraction_of_copy="0.75")]
-    training, decoding, epilogue = readme.tables(rows)[1::2]
-    assert "| affine | 1.05 (1) | 1.05 (1) | 1.05 (1) | 10 |" in training
+    attention, decoding, epilogue = readme.tables(rows)[1::2]
+    assert "| affine | 1.05 (1) | 1.05 (1) | 1.05 (1) | 10 |" in attention
     assert "| affine | 0.90 (80%) |" in decoding
     assert "| affine, forward | 1000 (75%) |" in epilogue
     pytest.importorskip("matplotlib")
@@ -129,3 +129,12 @@ def test_generation_times_every_model():
     assert [row["what"] for row in rows] == [generation.BASELINE, "affine"]
     assert all(row["shape"] == "nano 24 x1" and float(row["ms_p50"]) > 0 for row in rows)
     assert "nano 24 x1" in "\n".join(readme.tables(rows))
+
+
+def test_training_times_every_attention(tmp_path):
+    small = ["--student", "nano", "--teacher", "nano", "--sequence-length", "8", "--micro-batch", "1", "--steps", "2"]
+    training.main([*small, "--rounds", "2", "--no-compile", "--output", str(tmp_path / "x.csv")])
+    rows = record.read(tmp_path / "x.csv")
+    assert [row["what"] for row in rows] == ["softmax", "affine"] * 2
+    assert [row["mode"].split(",")[0] for row in rows] == ["pretraining"] * 2 + ["distillation from nano"] * 2
+    assert all(float(row["tokens_per_second"]) > 0 and not row["mfu"] for row in rows)
