@@ -62,8 +62,11 @@ def mean_entropy(w):
 def test_every_number_is_that_of_the_dense_weights(name):
     model, sequences = small(name), [packed(0), packed(1)]
     inputs = []
-    hooks = [layer.self_attn.register_forward_pre_hook(lambda m, a, k: inputs.append((m, k["hidden_states"])), with_kwargs=True)
-             for layer in model.model.layers]  # fmt: skip
+
+    def note(module, args, kwargs):
+        inputs.append((module, kwargs["hidden_states"]))
+
+    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers]
     with torch.no_grad():
         dense = [model(**sequence, output_attentions=True).attentions for sequence in sequences]
     for hook in hooks:
@@ -95,11 +98,9 @@ def test_every_number_is_that_of_the_dense_weights(name):
             continue
         x = torch.cat([hidden for module, hidden in inputs if module.alpha is gate])
         alpha = gate(x).detach().double()
-        a = alpha[..., None]
-        b = 0.0
+        a, b = alpha[..., None], 0.0
         if gate.affine.beta:
-            n = {"keys": torch.full((LENGTH,), LENGTH)}.get(gate.affine.length, count.clamp(min=1))
-            n = n if gate.affine.length == "keys" else n.clamp(min=gate.affine.length)
+            n = LENGTH if gate.affine.length == "keys" else count.clamp(min=gate.affine.length)
             b = ((gate.alpha_ma[:, None] - alpha) / n)[..., None]
             for histogram, values in (("beta", b[..., 0]), ("beta_sum", b[..., 0] * count)):
                 assert_histogram(found["histograms"][histogram], layer, values)
