@@ -14,7 +14,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 
 # From the bottom up: a file may import from its own layer and from layers earlier in this list. A new file gets a place
 # here. The order of DESIGN.md is spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
-# <- distill, evaluate, analysis <- cli.
+# <- distill <- evaluate <- analyze <- cli.
 LAYERS = [
     {"core.spec", "core.rope", "core.kernels", "measure"},
     {"core.masks", "core.variants"},
@@ -26,7 +26,8 @@ LAYERS = [
     {"core.alpha", "core.layer", "core.stats", "core.accuracy"},
     {"models"},
     {"distill"},
-    {"evaluate", "analysis", "demo"},
+    {"evaluate", "demo"},
+    {"analyze"},
     {"cli"},
 ]
 RANK = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

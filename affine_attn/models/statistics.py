@@ -38,6 +38,7 @@ def collect_statistics(
     batches: Iterable[Mapping[str, Tensor]],
     queries: bool = False,
     forward: Callable[[Any], Any] | None = None,
+    visit: Callable[[int, dict[str, Any], AttentionStats], None] | None = None,
 ) -> list[LayerStatistics]:
     """Run the decoder of ``model`` on the batches and return the statistics of its layers, in order.
 
@@ -45,12 +46,20 @@ def collect_statistics(
     batches: arguments of the decoder, ``input_ids`` and what belongs to it. Without padding, whose queries would count.
     queries: keep the numbers of every single query too. Memory is linear in the length with and without them.
     forward: what is done with a batch, where it is not the decoder that is called.
+    visit: is shown each layer's number, its arguments of ``attention`` and their statistics, for more of the same kind.
     """
     layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
     sums = {layer: _Sums(layer, queries) for layer in layers}
-    seen = _calls_seen_by(layers, lambda layer, call: sums[layer].add(call))
+    numbers = {layer: number for number, layer in enumerate(layers)}
+
+    def see(layer: AttentionLayer, call: dict[str, Any]) -> None:
+        stats = sums[layer].add(call)
+        if visit is not None:
+            visit(numbers[layer], call, stats)
+
+    seen = _calls_seen_by(layers, see)
     # Compiled layers would go on as they were compiled and show nothing.
     with torch.compiler.set_stance("force_eager"), evaluating(model), seen:
         for batch in batches:
@@ -107,7 +116,7 @@ class _Sums:
         self.queries: list[AttentionStats] = []
         self.query_alpha: list[Tensor] = []
 
-    def add(self, call: dict[str, Any]) -> None:
+    def add(self, call: dict[str, Any]) -> AttentionStats:
         q, k, mask, alpha = call["q"], call["k"], call["mask"], call["alpha"]
         if mask.padding is not None:
             raise ValueError("statistics count every query: give batches without padding, such as one text at a time")
@@ -127,6 +136,7 @@ class _Sums:
             self.queries.append(AttentionStats(*(value.cpu() for value in stats)))
             if alpha is not None:
                 self.query_alpha.append(alpha.cpu())
+        return stats
 
     def result(self) -> LayerStatistics:
         if self.largest is None:

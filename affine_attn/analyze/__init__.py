@@ -1,0 +1,1 @@
+"""How models attend: statistics of all layers and heads on given text, the files they are kept in, and figures."""

@@ -1,0 +1,204 @@
+"""``affine-attn analyze``: models side by side on the same data, their files and their figures."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from affine_attn.analyze.files import VERSION, Analysis, write
+from affine_attn.analyze.measure import measure
+from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
+from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.variants import VARIANTS
+from affine_attn.distill.metrics import METRICS
+from affine_attn.distill.run import MODEL
+from affine_attn.distill.shards import TOKENIZER
+from affine_attn.evaluate.results import Subject, provenance
+from affine_attn.models.convert import convert, load
+from affine_attn.models.folders import tokenizer_of
+from affine_attn.models.modeling import AffineAttnForCausalLM
+from affine_attn.models.presets import at_length
+
+FOLDER = "analysis"
+# Queries and keys of the maps, where none are asked for.
+WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """layers: whose maps are kept; none: all."""
+
+    data: Path
+    length: int = 1024
+    sequences: int = 10
+    layers: Sequence[int] = ()
+    window: str | None = None
+    join: bool = False
+
+    def place(self) -> slice:
+        """The window START:STOP of the maps, within a sequence."""
+        if self.window is None:
+            return slice(0, min(WINDOW, self.length))
+        start, colon, stop = self.window.partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= self.length):
+            raise ValueError(f"--window must be START:STOP within the {self.length} tokens, got {self.window!r}")
+        return slice(int(start), int(stop))
+
+
+class Target(NamedTuple):
+    """A model to look at. ``run``: the folder of the training that made it, if it lies in one."""
+
+    name: str
+    path: str
+    run: Path | None
+
+
+def targets(models: Sequence[str]) -> list[Target]:
+    """Folders of models or of runs, or hub ids, under names of which no two are the same."""
+    found: list[Target] = []
+    for model in models:
+        place = Path(model)
+        run = None
+        if (place / MODEL / "config.json").exists():
+            place, run = place / MODEL, place
+        elif place.name == MODEL and (place.parent / METRICS).exists():
+            run = place.parent
+        name = (run or place).resolve().name if place.exists() else place.name
+        taken = {target.name for target in found}
+        number = next(n for n in range(1, len(taken) + 2) if (f"{name}-{n}" if n > 1 else name) not in taken)
+        unique = f"{name}-{number}" if number > 1 else name
+        found.append(Target(unique, str(place) if place.exists() else model, run))
+    return found
+
+
+def analyze(target: Target, request: Request, device: str | None = None, dtype: str | None = None) -> Analysis:
+    """Look at one model. A plain Llama, Mistral or Qwen model is converted first, which changes none of its numbers."""
+    window = request.place()
+    subject = Subject(target.path, device, dtype)
+    tokenizer = tokenizer_of(target.path)
+    sequences = load_sequences(request.data, request.length, request.sequences, tokenizer, request.join)
+    source: Any = load(target.path, dtype=subject.dtype)
+    # The copy before the move: the device then holds one model.
+    model: Any = source if isinstance(source, AffineAttnForCausalLM) else convert(source, "softmax")
+    del source
+    model.to(subject.device)
+    config = model.config
+    layers = sorted(set(request.layers)) or list(range(config.num_hidden_layers))
+    if layers[0] < 0 or layers[-1] >= config.num_hidden_layers:
+        raise ValueError(f"--layer must be between 0 and {config.num_hidden_layers - 1} in {target.path}")
+    largest = max(int(sequence["input_ids"].max()) for sequence in sequences)
+    if largest >= config.vocab_size:
+        raise ValueError(f"{request.data} has a token {largest}, {target.path} knows {config.vocab_size}: not its data")
+    with tqdm(total=len(sequences), desc=f"Analysing {target.name}") as bar:
+        measured, maps = measure(model, sequences, layers, window, bar.update)
+    if tokenizer is None and is_shards(request.data) and (request.data / TOKENIZER).is_dir():
+        tokenizer = tokenizer_of(str(request.data / TOKENIZER))
+    about = {
+        "path": target.path,
+        "model_type": subject.config.model_type,
+        "attention": config.attention,
+        "variant": variant_name([config.spec(layer) for layer in range(config.num_hidden_layers)]),
+        "parameters": model.num_parameters(),
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
+    }
+    data = {
+        "path": str(request.data),
+        "length": request.length,
+        "sequences": len(sequences),
+        "tokens": len(sequences) * request.length,
+        "boundaries": JOINED if request.join else APART,
+    }
+    texts = token_texts(sequences[0]["input_ids"][0, window].tolist(), tokenizer)
+    content = {
+        "version": VERSION,
+        "name": target.name,
+        "model": about,
+        "run": None if target.run is None else str(target.run),
+        "data": data,
+        **provenance(),
+        **measured,
+        "map": {"layers": layers, "start": window.start, "stop": window.stop, "tokens": texts},
+    }
+    return Analysis(content, maps)
+
+
+def analyze_all(
+    models: Sequence[str],
+    request: Request,
+    output: Path | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> tuple[list[Analysis], list[Path]]:
+    """The analyses of all models and the folders they were written to, each as soon as it was done."""
+    analyses, folders = [], []
+    for target in targets(models):
+        folder = output / target.name if output else _beside(target)
+        analyses.append(analyze(target, request, device, dtype))
+        folders.append(folder)
+        write(folder, analyses[-1])
+    return analyses, folders
+
+
+def _beside(target: Target) -> Path:
+    place = Path(target.path)
+    return place / FOLDER if place.is_dir() else Path(FOLDER) / target.path.replace("/", "--")
+
+
+def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """One text per token; without a tokenizer its number. Half a character becomes a replacement character."""
+    if tokenizer is None:
+        return [str(token) for token in tokens]
+    return [str(tokenizer.decode([token])).encode("utf-8", "replace").decode() for token in tokens]
+
+
+def variant_name(specs: Sequence[AttentionSpec]) -> str | None:
+    """The variant that all layers have, whatever length it was trained with; None for any other attention."""
+    names = {_variant_name(spec) for spec in specs}
+    return names.pop() if len(names) == 1 else None
+
+
+def _variant_name(spec: AttentionSpec) -> str | None:
+    part = spec.logit if isinstance(spec.logit, LogN) else spec.affine
+    # Lengths of 0 and "keys" are no lengths of training but other attention.
+    length = part.length if part is not None and isinstance(part.length, int) and part.length else 2048
+    return next((name for name, known in VARIANTS.items() if at_length(known.spec, length) == spec), None)
+
+
+def table(analyses: Sequence[Analysis]) -> Table:
+    """The scalars of all models."""
+    first = analyses[0].content["data"]
+    data = f"{first['sequences']} x {first['length']} tokens of {first['path']}"
+    caption = f"means (max_logit: the largest) over layers, heads and {data}"
+    shown = Table("metric", caption=caption)
+    for analysis in analyses:
+        shown.add_column(analysis.name, justify="right")
+    names = dict.fromkeys(name for analysis in analyses for name in analysis.content["scalars"])
+    for name in names:
+        values = [analysis.content["scalars"].get(name) for analysis in analyses]
+        shown.add_row(name, *("" if value is None else f"{value:.4g}" for value in values))
+    return shown
+
+
+def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:
+    """Figures of one model lie beside its files, those of several in a folder of their own."""
+    return (output or (folders[0] if len(folders) == 1 else Path(FOLDER))) / "figures"
+
+
+def summary(analyses: Sequence[Analysis], folders: Sequence[Path], figures: Sequence[Path]) -> dict[str, Any]:
+    """For a program: where everything is, and the means."""
+    models = [
+        {"name": analysis.name, "folder": str(folder), "scalars": analysis.content["scalars"]}
+        for analysis, folder in zip(analyses, folders, strict=True)
+    ]
+    return {"models": models, "figures": [str(path) for path in figures]}
