@@ -321,6 +321,70 @@ def eval_score(
 
 
 @app.command()
+def analyze(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...", help="AffineAttn, Llama, Mistral or Qwen models: folders, runs of distill, hub ids"
+        ),
+    ],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE|SHARDS", help="text, JSON lines, or a folder that affine-attn prepare made")
+    ],
+    length: Annotated[int, typer.Option(min=2, help="tokens of a sequence")] = 1024,
+    sequences: Annotated[int, typer.Option(min=1, help="how many, from the beginning of the data")] = 10,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="keep attention maps of this layer, from 0; may be repeated; default: of all"),
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="START:STOP", help="queries and keys of the maps, in the first sequence; default: 0:64"),
+    ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="let documents see each other, as one text; default: kept apart")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of the files (OUTPUT/NAME) and figures; default: MODEL/analysis, for a hub id "
+            "analysis/ID, and analysis/figures for figures of several models"
+        ),
+    ] = None,
+    figures: Annotated[bool, typer.Option(help="draw PNG and SVG figures, which needs matplotlib")] = True,
+    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print names, folders and means as JSON")] = False,
+) -> None:
+    """Show how models attend: row sums, first token, entropy, alpha and beta per layer and head, maps, training curves.
+
+    No matrix of all queries and keys is ever held, so long sequences fit. docs/metrics.md defines every number.
+    """
+    with _one_line_errors():
+        from affine_attn.analyze import run
+
+        draw_all = None
+        if figures:
+            # Before anything is computed: where matplotlib is missing, this says so.
+            from affine_attn.analyze.figures import draw_all
+        request = run.Request(data, length, sequences, layer or (), window, join)
+        analyses, folders = run.analyze_all(models, request, output, device, dtype)
+        drawn = run.figure_folder(folders, output)
+        files = draw_all(analyses, drawn) if draw_all else []
+    if json_output:
+        # Not through rich, which breaks lines.
+        print(json.dumps(run.summary(analyses, folders, files), indent=1))
+        return
+    console.print(run.table(analyses))
+    for folder in folders:
+        console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    if files:
+        console.print(f"{drawn}: {len(files)} files", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path],

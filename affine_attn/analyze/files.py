@@ -30,7 +30,7 @@ is null: alpha of a layer that has none, a correlation with what never changes. 
                  fraction), mean_logit, max_logit; with alpha also alpha, alpha_saturated (a fraction), alpha_ma,
                  alpha_entropy (a correlation)
 
-``maps.npz``: ``weights`` float32 [M, H, stop - start, stop - start], the weights w of query (row) and key (column), zero
+``maps.npz``: ``weights`` float32 [M, H, stop - start, stop - start], the weights w of query (row) and key (column), 0
 on keys that are not visible; their mean over axis 1 is the head-averaged map of Figure 9.
 """
 

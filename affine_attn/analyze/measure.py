@@ -30,7 +30,7 @@ def measure(
     sequences: Sequence[Mapping[str, Tensor]],
     map_layers: Sequence[int],
     window: slice,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """The entries ``heads``, ``layers``, ``scalars``, ``row_sums`` and ``histograms`` of an analysis, and its maps.
 
@@ -101,7 +101,7 @@ class _Layer:
 
     def per_head(self, means: LayerStatistics) -> dict[str, list[float | None] | None]:
         counts = {name: self.pairs if name == "negative" else self.rows for name in self.sums}
-        own = {name: (value / counts[name]).tolist() for name, value in self.sums.items()}
+        own: dict[str, Any] = {name: (value / counts[name]).tolist() for name, value in self.sums.items()}
         own["alpha_entropy"] = None if means.alpha is None else self.correlation.result()
         collected = {name: getattr(means, name) for name in METRICS if name not in own}
         return own | {name: None if value is None else value.tolist() for name, value in collected.items()}

@@ -96,7 +96,7 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
     if largest >= config.vocab_size:
         raise ValueError(f"{request.data} has a token {largest}, {target.path} knows {config.vocab_size}: not its data")
     with tqdm(total=len(sequences), desc=f"Analysing {target.name}") as bar:
-        measured, maps = measure(model, sequences, layers, window, lambda: bool(bar.update()))
+        measured, maps = measure(model, sequences, layers, window, bar.update)
     if tokenizer is None and is_shards(request.data) and (request.data / TOKENIZER).is_dir():
         tokenizer = tokenizer_of(str(request.data / TOKENIZER))
     about = {
@@ -178,7 +178,7 @@ def _variant_name(spec: AttentionSpec) -> str | None:
 def table(analyses: Sequence[Analysis]) -> Table:
     """The scalars of all models."""
     first = analyses[0].content["data"]
-    caption = f"means over layers, heads and {first['sequences']} x {first['length']} tokens of {first['path']}"
+    caption = f"means (max_logit: the largest) over layers, heads and {first['sequences']} x {first['length']} tokens of {first['path']}"
     shown = Table("metric", caption=caption)
     for analysis in analyses:
         shown.add_column(analysis.name, justify="right")
@@ -187,3 +187,17 @@ def table(analyses: Sequence[Analysis]) -> Table:
         values = [analysis.content["scalars"].get(name) for analysis in analyses]
         shown.add_row(name, *("" if value is None else f"{value:.4g}" for value in values))
     return shown
+
+
+def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:
+    """Figures of one model lie beside its files, those of several in a folder of their own."""
+    return (output or (folders[0] if len(folders) == 1 else Path(FOLDER))) / "figures"
+
+
+def summary(analyses: Sequence[Analysis], folders: Sequence[Path], figures: Sequence[Path]) -> dict[str, Any]:
+    """For a program: where everything is, and the means."""
+    models = [
+        {"name": analysis.name, "folder": str(folder), "scalars": analysis.content["scalars"]}
+        for analysis, folder in zip(analyses, folders, strict=True)
+    ]
+    return {"models": models, "figures": [str(path) for path in figures]}

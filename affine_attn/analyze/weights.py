@@ -21,7 +21,11 @@ def signed_statistics(call: Call) -> SignedStatistics:
     parts = []
     for rows, keys in call.blocks():
         w = _weights(call, rows, keys)
-        parts.append(SignedStatistics((w < 0).sum(-1), _entropy(w.clamp(min=0)), _entropy(w.abs())))
+        # The logarithm is the dear part: one for both entropies, w log |w| with the sign of w.
+        size, product = w.abs(), torch.xlogy(w, w.abs())
+        clipped = _entropy(w.clamp(min=0).sum(-1), product.masked_fill(w < 0, 0.0).sum(-1))
+        absolute = _entropy(size.sum(-1), (product * w.sign()).sum(-1))
+        parts.append(SignedStatistics((w < 0).sum(-1), clipped, absolute))
     return SignedStatistics(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
 
 
@@ -42,8 +46,7 @@ def _weights(call: Call, rows: slice, keys: slice) -> Tensor:
     return weights(p, visible, rows_of(call.alpha, rows), rows_of(call.beta, rows))
 
 
-def _entropy(w: Tensor) -> Tensor:
-    """Of w / sum w for w >= 0: log S - sum(w log w) / S with S = sum w. Nothing but zeros has none."""
-    total = w.sum(-1)
+def _entropy(total: Tensor, products: Tensor) -> Tensor:
+    """Of x / S with S = sum x, x >= 0, from S and sum x log x: log S - sum x log x / S. Nothing but zeros has none."""
     some = torch.where(total > 0, total, 1.0)
-    return torch.where(total > 0, some.log() - torch.xlogy(w, w).sum(-1) / some, 0.0)
+    return torch.where(total > 0, some.log() - products / some, 0.0)

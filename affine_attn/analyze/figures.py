@@ -1,0 +1,334 @@
+"""Figures, each a pure function of saved files: of analyses (``files``) or of what training runs left (``training``).
+
+Their numbers are those of the affine paper's figures (arXiv 2602.23057); docs/metrics.md says what each of them shows.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from affine_attn.analyze.files import Analysis
+from affine_attn.analyze.style import COLOURS, lines, new_figure, plain, style, token_labels
+from affine_attn.analyze.training import Run, gradient_table, runs_of
+from affine_attn.core.alpha import linear_clipping
+
+ENTROPIES = {
+    "entropy": "of p, before α and β",
+    "entropy_clipped": "of max(w, 0), renormalised",
+    "entropy_absolute": "of |w|, renormalised",
+}
+# What a layer × head map shows: its title, and the ends of its colours where they are fixed.
+HEAD_METRICS: dict[str, tuple[str, float, float | None]] = {
+    "row_sum": ("sum of weights per query", 0, None),
+    "first_token": ("weight on the first token", 0, None),
+    "sink_mass": ("probability taken by the sink", 0, None),
+    "negative": ("fraction of weights below zero", 0, None),
+    "alpha": ("mean α", 0, None),
+    "alpha_saturated": ("fraction of tokens with α at an end", 0, None),
+    "alpha_entropy": ("correlation of α with entropy", -1, 1),
+}
+HISTOGRAMS = {"alpha": "α", "beta": "β", "beta_sum": "n β, what β adds to the sum of a row"}
+STATISTICS = {
+    "entropy": "entropy of p [nats]",
+    "first_token": "weight on the first token",
+    "row_sum": "sum of weights per query",
+    "alpha": "mean α",
+}
+# The paper's Figure 9: the eighth layer, the first thirty tokens.
+MAP_LAYER, MAP_TOKENS = 7, 30
+# The paper's late phase: steps 7000 to 9000 of 9000.
+LATE = 7 / 9
+
+
+def row_sums(analyses: Sequence[Analysis]) -> Figure:
+    """Figure 3: histogram over queries of the sum of weights, averaged over heads; all layers."""
+    figure, axes = new_figure(3.3 * len(analyses), 2.9, 1, len(analyses))
+    for axis, analysis, line in zip(axes[0], analyses, _lines(analyses), strict=True):
+        sums = analysis.content["row_sums"]
+        counts = np.array(sums["all"]["counts"])
+        axis.stairs(counts / counts.sum(), sums["edges"], fill=True, color=line["color"], alpha=0.75)
+        for name, dashes in (("mean", "--"), ("median", ":")):
+            value = sums["all"][name]
+            axis.axvline(value, color="#222222", linestyle=dashes, linewidth=1.2, label=f"{name} {value:.3f}")
+        axis.set_title(plain(analysis.name))
+        axis.set_xlabel("sum of the weights of a query")
+        # Room for the legend above the bars.
+        axis.set_ylim(top=axis.get_ylim()[1] * 1.3)
+        axis.legend(fontsize=8, loc="upper left")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+    axes[0, 0].set_ylabel("fraction of queries")
+    return figure
+
+
+def first_token(analyses: Sequence[Analysis]) -> Figure:
+    """Figure 4: weight on the first token, by layer."""
+    figure, axes = new_figure(5.2, 3.2)
+    _by_layer(axes[0, 0], analyses, "first_token")
+    axes[0, 0].set_ylabel("weight on the first token")
+    axes[0, 0].set_ylim(bottom=min(0.0, axes[0, 0].get_ylim()[0]))
+    axes[0, 0].legend()
+    return figure
+
+
+def entropy(analyses: Sequence[Analysis]) -> Figure:
+    """Figure 6: entropy by layer, in the three definitions that negative weights allow."""
+    figure, axes = new_figure(10, 3.2, 1, 3, sharey=True)
+    for axis, (metric, title) in zip(axes[0], ENTROPIES.items(), strict=True):
+        _by_layer(axis, analyses, metric)
+        axis.set_title(title)
+    axes[0, 0].set_ylabel("entropy [nats]")
+    axes[0, 0].legend()
+    return figure
+
+
+def head_metric(analyses: Sequence[Analysis], metric: str) -> Figure:
+    """Figure 5 (of ``row_sum``), and the like of other metrics: layer × head, one scale for all models that have it."""
+    title, low, high = HEAD_METRICS[metric]
+    shown = [analysis for analysis in analyses if metric in analysis.content["heads"]]
+    maps = [_head_map(analysis, metric) for analysis in shown]
+    if high is None:
+        high = max(float(np.nanmax(values)) for values in maps)
+    # Colours need a width, also where everything is zero.
+    norm = Normalize(low, high if high > low else low + 1)
+    layers, heads = (max(sizes) for sizes in zip(*(values.shape for values in maps), strict=True))
+    width, height = np.clip(0.16 * heads, 1.8, 4.5) + 0.3, np.clip(0.16 * layers, 1.6, 5) + 0.9
+    figure, axes = new_figure(width * len(maps) + 1.3, height, 1, len(maps))
+    colours = colormaps["PuOr" if low < 0 else "cividis"].with_extremes(bad="#eeeeee")
+    for axis, analysis, values in zip(axes[0], shown, maps, strict=True):
+        axis.imshow(values, aspect="auto", cmap=colours, norm=norm, origin="lower")
+        axis.set_title(plain(analysis.name))
+        axis.set_xlabel("head")
+        _integer_axes(axis)
+    axes[0, 0].set_ylabel("layer")
+    figure.colorbar(axes[0, 0].images[0], ax=list(axes[0]), label=title)
+    return figure
+
+
+def distributions(analyses: Sequence[Analysis]) -> Figure:
+    """Alpha and beta of every head: one line of pixels for each, the heads of a layer below each other."""
+    shown = [analysis for analysis in analyses if analysis.content["histograms"]]
+    lines_most = max(analysis.content["model"]["layers"] * analysis.content["model"]["heads"] for analysis in shown)
+    height = float(np.clip(0.05 * lines_most, 1.8, 7)) + 0.7
+    figure, axes = new_figure(10, height * len(shown), len(shown), len(HISTOGRAMS))
+    for row, analysis in zip(axes, shown, strict=True):
+        heads = analysis.content["model"]["heads"]
+        for axis, (name, label) in zip(row, HISTOGRAMS.items(), strict=True):
+            if name not in analysis.content["histograms"]:
+                axis.set_axis_off()
+                continue
+            histogram = analysis.content["histograms"][name]
+            edges, counts = histogram["edges"], histogram["counts"]
+            bins = len(edges) - 1
+            image = np.concatenate([np.full((heads, bins), np.nan) if part is None else part for part in counts])
+            image = image / np.maximum(image.sum(1, keepdims=True), 1)
+            extent = (edges[0], edges[-1], -0.5, len(counts) - 0.5)
+            norm = PowerNorm(0.5, 0, 1)
+            axis.imshow(image, aspect="auto", cmap="Blues", norm=norm, origin="lower", extent=extent)
+            axis.set_xlabel(label)
+            axis.grid(False)
+            axis.xaxis.set_major_locator(MaxNLocator(4))
+            axis.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+            for layer in range(1, len(counts)):
+                axis.axhline(layer - 0.5, color="#999999", linewidth=0.4)
+        row[0].set_title(plain(analysis.name), loc="left")
+        row[0].set_ylabel("layer, its heads upwards")
+        figure.colorbar(row[0].images[0], ax=list(row), label="fraction of queries")
+    return figure
+
+
+def attention_maps(analyses: Sequence[Analysis], layer: int | None = None, tokens: int = MAP_TOKENS) -> Figure:
+    """Figure 9: weights averaged over heads, of a layer that all models kept; default: the eighth, else the last."""
+    common = set.intersection(*(set(analysis.content["map"]["layers"]) for analysis in analyses))
+    if layer is None:
+        if not common:
+            raise ValueError("no layer's maps were kept of all models: analyze them with the same --layer")
+        layer = MAP_LAYER if MAP_LAYER in common else max(common)
+    maps = [analysis.map(layer).mean(0)[:tokens, :tokens].astype(np.float64) for analysis in analyses]
+    # The first query has one key and all its weight on it: linear colours would show little else.
+    norm = PowerNorm(0.5, 0, max(float(values.max()) for values in maps) or 1.0)
+    colours = colormaps["cividis"].with_extremes(under="#d95f02", bad="white")
+    figure, axes = new_figure(4.2 * len(analyses) + 0.9, 4.5, 1, len(analyses))
+    for axis, analysis, values in zip(axes[0], analyses, maps, strict=True):
+        place = analysis.content["map"]
+        # Keys that no head sees hold exact zeros; those after the query are not drawn.
+        drawn = np.where(np.tri(len(values), dtype=bool), values, np.nan)
+        axis.imshow(drawn, cmap=colours, norm=norm)
+        axis.set_title(plain(analysis.name))
+        axis.set_xlabel("key")
+        axis.grid(False)
+        labels = token_labels(place["tokens"][: len(values)])
+        ticks = range(len(labels))
+        size = float(np.clip(170 / max(len(labels), 1), 3, 7))
+        axis.set_xticks(ticks, labels, rotation=90, fontsize=size)
+        axis.set_yticks(ticks, labels, fontsize=size)
+    axes[0, 0].set_ylabel("query")
+    extend = "min" if any((values < 0).any() for values in maps) else "neither"
+    label = f"weight, mean over heads, layer {layer}" + (" (orange: below zero)" if extend == "min" else "")
+    figure.colorbar(axes[0, 0].images[0], ax=list(axes[0]), label=label, extend=extend, shrink=0.85)
+    return figure
+
+
+def activations() -> Figure:
+    """Figure 11: the two functions that alpha is made with."""
+    figure, axes = new_figure(4.6, 3)
+    axis, x = axes[0, 0], torch.linspace(-8, 8, 401)
+    axis.plot(x, linear_clipping(x), color=COLOURS["affine"], label="linear clipping: clamp(0.1 x + 0.5, 0, 1)")
+    axis.plot(x, torch.sigmoid(x), color=COLOURS["affine_sigmoid"], linestyle="--", label="sigmoid: 1 / (1 + exp(-x))")
+    axis.set_xlabel("x = w·h, before the activation")
+    axis.set_ylabel("φ(x)")
+    axis.set_ylim(-0.05, 1.35)
+    axis.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def loss(runs: Sequence[Run]) -> Figure:
+    """Figure 7: the training loss of every step, with a running mean over a hundredth of them."""
+    figure, axes = new_figure(5.6, 3.4)
+    _curves(axes[0, 0], runs, "loss")
+    axes[0, 0].set_ylabel("training loss [nats per token]")
+    axes[0, 0].legend()
+    return figure
+
+
+def late_loss(runs: Sequence[Run]) -> Figure:
+    """Figure 10: the same, the last two ninths of the steps."""
+    figure, axes = new_figure(5.6, 3.4)
+    _curves(axes[0, 0], runs, "loss", LATE)
+    axes[0, 0].set_ylabel("training loss [nats per token]")
+    axes[0, 0].legend()
+    return figure
+
+
+def gradient_norm(runs: Sequence[Run]) -> Figure:
+    """Figure 8: the norm of all gradients before they are clipped."""
+    figure, axes = new_figure(5.6, 3.4)
+    _curves(axes[0, 0], runs, "grad_norm")
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_ylabel("gradient norm, before clipping")
+    axes[0, 0].legend()
+    return figure
+
+
+def logits(runs: Sequence[Run]) -> Figure:
+    """Figure 2: the mean logit over training, over all layers, heads and visible pairs."""
+    figure, axes = new_figure(5.6, 3.4)
+    _statistic(axes[0, 0], runs, "mean_logit")
+    axes[0, 0].axhline(0, color="#999999", linewidth=0.8)
+    axes[0, 0].set_ylabel("mean logit q·k / √d")
+    axes[0, 0].legend()
+    return figure
+
+
+def statistics(runs: Sequence[Run]) -> Figure:
+    """How attention changes over training: means over layers and heads."""
+    figure, axes = new_figure(10, 5.6, 2, 2)
+    for axis, (name, label) in zip(axes.flat, STATISTICS.items(), strict=True):
+        _statistic(axis, runs, name)
+        axis.set_ylabel(label)
+        if not axis.lines:
+            axis.text(0.5, 0.5, "none of these models has it", ha="center", transform=axis.transAxes, color="#777777")
+    axes[0, 0].legend()
+    return figure
+
+
+def draw_all(analyses: Sequence[Analysis], folder: Path) -> list[Path]:
+    """All figures that these analyses and their runs have something for, each as PNG and SVG, and Tables 4 and 5."""
+    figures: dict[str, Callable[[], Figure]] = {
+        "row_sums": partial(row_sums, analyses),
+        "first_token": partial(first_token, analyses),
+        "entropy": partial(entropy, analyses),
+        "activations": activations,
+    }
+    for metric in HEAD_METRICS:
+        if any(_head_map(a, metric).any() for a in analyses if metric in a.content["heads"]):
+            figures[f"heads_{metric}"] = partial(head_metric, analyses, metric)
+    if any(analysis.content["histograms"] for analysis in analyses):
+        figures["distributions"] = partial(distributions, analyses)
+    if set.intersection(*(set(analysis.content["map"]["layers"]) for analysis in analyses)):
+        figures["attention_maps"] = partial(attention_maps, analyses)
+    runs = runs_of(analyses)
+    if runs:
+        figures |= {draw.__name__: partial(draw, runs) for draw in (loss, late_loss, gradient_norm)}
+    if any(run.statistics for run in runs):
+        figures |= {draw.__name__: partial(draw, runs) for draw in (logits, statistics)}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [path for name, draw in figures.items() for path in save(draw, folder / name)]
+    return [*written, *([_write_gradients(runs, folder / "gradients.csv")] if runs else [])]
+
+
+def save(draw: Callable[[], Figure], path: Path) -> list[Path]:
+    """Draw and write ``path``.png and ``path``.svg; the same input gives the same bytes."""
+    files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    with style():
+        figure = draw()
+        for file, date in zip(files, ({}, {"Date": None}), strict=True):
+            figure.savefig(file, metadata=date)
+    return files
+
+
+def _write_gradients(runs: Sequence[Run], path: Path) -> Path:
+    rows = gradient_table(runs)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def _lines(shown: Sequence[Analysis]) -> list[dict[str, Any]]:
+    return lines(analysis.content["model"]["variant"] for analysis in shown)
+
+
+def _by_layer(axis: Axes, analyses: Sequence[Analysis], metric: str) -> None:
+    for analysis, line in zip(analyses, _lines(analyses), strict=True):
+        values = analysis.content["layers"][metric]
+        axis.plot(range(len(values)), values, marker="o", markersize=3.5, label=plain(analysis.name), **line)
+    axis.set_xlabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+
+
+def _head_map(analysis: Analysis, metric: str) -> np.ndarray:
+    """[L, H], NaN where there is no number."""
+    heads = analysis.content["model"]["heads"]
+    of_layers = analysis.content["heads"][metric]
+    return np.array([[np.nan] * heads if layer is None else layer for layer in of_layers], np.float64)
+
+
+def _integer_axes(axis: Axes) -> None:
+    axis.grid(False)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(8, integer=True))
+
+
+def _curves(axis: Axes, runs: Sequence[Run], name: str, begin: float = 0.0) -> None:
+    """Every step faintly, a running mean over a hundredth of the steps on top; from ``begin`` of the steps on."""
+    for run, line in zip(runs, lines(run.variant for run in runs), strict=True):
+        steps, values = run.curve(name)
+        width = max(1, len(steps) // 100)
+        # The mean of the steps up to each, so that a zoom shows what the whole shows.
+        sums = np.cumsum(np.concatenate(([0.0], values)))
+        first = np.maximum(np.arange(len(values)) + 1 - width, 0)
+        means = (sums[1:] - sums[first]) / (np.arange(len(values)) + 1 - first)
+        late = steps >= begin * steps[-1] if len(steps) else steps
+        if width > 1:
+            axis.plot(steps[late], values[late], color=line["color"], alpha=0.2, linewidth=0.6)
+        axis.plot(steps[late], means[late], label=plain(run.name), **line)
+    axis.set_xlabel("optimizer step")
+
+
+def _statistic(axis: Axes, runs: Sequence[Run], name: str) -> None:
+    for run, line in zip(runs, lines(run.variant for run in runs), strict=True):
+        steps, values = run.mean_statistic(name)
+        if len(steps):
+            axis.plot(steps, values, marker="o", markersize=3, label=plain(run.name), **line)
+    axis.set_xlabel("optimizer step")
