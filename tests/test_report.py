@@ -1,5 +1,6 @@
 """The report: what it says of the files of runs, and that the page works in a browser and lets nothing in."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -118,7 +119,7 @@ def test_what_is_missing_is_left_out_with_the_command_that_makes_it(runs, tmp_pa
 def test_a_long_curve_keeps_its_spikes():
     values = np.sin(np.arange(50_000)) + 10
     values[[77, 31_111]] = 500.0, -3.0
-    steps, kept = figures.thinned(list(range(50_000)), values.tolist())
+    steps, kept = figures.thinned(np.arange(50_000), values)
     assert len(steps) <= 2002
     points = dict(zip(steps, kept, strict=True))
     assert (points[77], points[31_111], steps[0], steps[-1]) == (500.0, -3.0, 0, 49_999)
@@ -163,6 +164,16 @@ def test_mistakes_are_one_sentence(runs, tmp_path):
         assert message in result.output
         assert len(result.output.splitlines()) == 1
     assert not (tmp_path / "no.html").exists()
+
+
+def test_figures_for_papers_are_those_of_the_runs(runs, tmp_path):
+    arguments = [*map(str, runs), "-o", str(tmp_path / "report.html"), "--figures", str(tmp_path / "figures")]
+    assert CliRunner().invoke(app, ["report", *arguments]).exit_code == 0
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    for name in ("loss", "late_loss", "gradient_norm", "row_sums", "entropy", "attention_maps", "distributions"):
+        assert {f"{name}.png", f"{name}.svg"} <= names
+    with (tmp_path / "figures" / "gradients.csv").open(newline="") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == ["plain", IMAGE]
 
 
 # In a browser

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from affine_attn.analyze.training import LATE, running_mean
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.report.runs import Run
 
@@ -18,8 +19,6 @@ from affine_attn.report.runs import Run
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
 # A curve with more points shows the least and the greatest value of every stretch, so that no spike is lost.
 MOST_POINTS = 2000
-# As in the paper: steps 7000 to 9000 of 9000.
-LATE = 7 / 9
 # Weights that all maps of a page may have together: about 2 MB of it.
 MAP_NUMBERS = 1_500_000
 
@@ -80,26 +79,16 @@ def percent(value: float | None) -> float | None:
     return None if value is None else 100 * value
 
 
-def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> tuple[list, list]:
-    if len(x) <= most:
-        return list(x), rounded(y)
-    values = np.asarray(y, float)
-    kept: set[int] = {0, len(x) - 1}
-    for stretch in np.array_split(np.arange(len(x)), most // 2):
-        part = values[stretch]
-        # What is not finite is no extreme, but must not hide.
-        kept |= {int(stretch[np.where(np.isnan(part), math.inf, part).argmin()])}
-        kept |= {int(stretch[np.where(np.isnan(part), -math.inf, part).argmax()])}
-    order = sorted(kept)
-    return [x[i] for i in order], rounded(values[order].tolist())
-
-
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the steps up to each, as many as there are at the start."""
-    sums = np.cumsum([0.0, *values])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+def thinned(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[list, list]:
+    if len(x) > most:
+        kept: set[int] = {0, len(x) - 1}
+        for stretch in np.array_split(np.arange(len(x)), most // 2):
+            # What is not a number is no extreme.
+            kept.add(int(stretch[np.nan_to_num(y[stretch], nan=np.inf).argmin()]))
+            kept.add(int(stretch[np.nan_to_num(y[stretch], nan=-np.inf).argmax()]))
+        order = sorted(kept)
+        x, y = x[order], y[order]
+    return x.astype(int).tolist(), rounded(y.tolist())
 
 
 def training(runs: Sequence[Run]) -> list[Figure]:
@@ -107,7 +96,7 @@ def training(runs: Sequence[Run]) -> list[Figure]:
     if not trained:
         return []
     figures = [_loss(trained), _gradient_norm(trained)]
-    if any(sum("valid_loss" in row for row in run.metrics) > 1 for _, run in trained):
+    if any(len(run.curve("valid_loss")[0]) > 1 for _, run in trained):
         figures.append(_validation(trained))
     return figures + _attention_while_training(trained)
 
@@ -116,13 +105,12 @@ def _loss(trained: list[tuple[int, Run]]) -> Figure:
     def curves(late: bool) -> list[dict]:
         traces = []
         for i, run in trained:
-            steps, losses = _column(run, "loss")
-            mean = smoothed(losses, _window(len(losses)))
-            first = _late(steps) if late else 0
-            x, y = thinned(steps[first:], losses[first:])
+            steps, losses = run.curve("loss")
+            shown = _late(steps) if late else slice(None)
+            x, y = thinned(steps[shown], losses[shown])
             faint = {"width": 1}
             traces.append(_line(i, run, x, y, line=faint, opacity=0.35, hoverinfo="skip", showlegend=False))
-            x, y = thinned(steps[first:], mean[first:])
+            x, y = thinned(steps[shown], running_mean(losses)[shown])
             traces.append(_line(i, run, x, y))
         return traces
 
@@ -138,9 +126,9 @@ def _gradient_norm(trained: list[tuple[int, Run]]) -> Figure:
     def curves(late: bool) -> list[dict]:
         traces = []
         for i, run in trained:
-            steps, norms = _column(run, "grad_norm")
-            first = _late(steps) if late else 0
-            traces.append(_line(i, run, *thinned(steps[first:], norms[first:]), line={"width": 1}))
+            steps, norms = run.curve("grad_norm")
+            shown = _late(steps) if late else slice(None)
+            traces.append(_line(i, run, *thinned(steps[shown], norms[shown]), line={"width": 1}))
         return traces
 
     caption = (
@@ -162,9 +150,9 @@ def _validation(trained: list[tuple[int, Run]]) -> Figure:
     panels = []
     for name, title in (("valid_loss", "loss"), ("valid_perplexity", "perplexity")):
         traces = [
-            _line(i, run, *thinned(*_column(run, name)), mode="lines+markers")
+            _line(i, run, *thinned(*curve), mode="lines+markers")
             for i, run in trained
-            if any(name in row for row in run.metrics)
+            if len((curve := run.curve(name))[0])
         ]
         panels.append(Panel({"": traces}, _axes("step", title), title))
     return Figure("validation", "Held-out text", "Losses on text that is never trained on.", panels)
@@ -174,9 +162,7 @@ def _attention_while_training(trained: list[tuple[int, Run]]) -> list[Figure]:
     panels = []
     for metric, title in METRICS.items():
         traces = [
-            _line(i, run, [row["step"] for row in run.statistics], rounded(map(_mean, _rows(run, metric))))
-            for i, run in trained
-            if any(_rows(run, metric))
+            _line(i, run, *thinned(*curve)) for i, run in trained if len((curve := run.mean_statistic(metric))[0])
         ]
         if _tells(traces):
             panels.append(Panel({"": traces}, _axes("step", ""), title))
@@ -435,26 +421,8 @@ def _tells(traces: list[dict[str, Any]]) -> bool:
     return any(value for trace in traces for value in trace["y"])
 
 
-def _column(run: Run, name: str) -> tuple[list[int], list[float]]:
-    rows = [(row["step"], row[name]) for row in run.metrics if name in row]
-    return [step for step, _ in rows], [value for _, value in rows]
-
-
-def _window(steps: int) -> int:
-    return max(1, steps // 100)
-
-
-def _late(steps: list[int]) -> int:
-    return int(len(steps) * LATE)
-
-
-def _rows(run: Run, metric: str) -> list[list]:
-    return [row[metric] for row in run.statistics if metric in row]
-
-
-def _mean(layers: list[list[float] | None]) -> float | None:
-    values = [value for heads in layers if heads is not None for value in heads]
-    return float(np.mean(values)) if values else None
+def _late(steps: np.ndarray) -> np.ndarray:
+    return steps >= LATE * steps[-1]
 
 
 def _any(table: list | None) -> bool:

@@ -35,14 +35,29 @@ _GRADIENTS = {
 }  # fmt: skip
 
 
-def write_report(folders: Sequence[Path], output: Path = Path("report.html")) -> Path:
-    """Write the page about these runs and return its path."""
+def write_report(folders: Sequence[Path], output: Path = Path("report.html"), figures: Path | None = None) -> Path:
+    """Write the page about these runs and return its path. ``figures``: a folder for PNG and SVG files."""
     runs = read_runs(folders)
+    if figures is not None:
+        draw_figures(runs, figures)
     text = html(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Names of folders may hold bytes that are no text.
     output.write_text(text, encoding="utf-8", errors="backslashreplace")
     return output
+
+
+def draw_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Those of ``affine-attn analyze``, of these runs and under their names here."""
+    # Says by itself that it needs matplotlib.
+    from affine_attn.analyze.figures import draw
+
+    analyses = [
+        dataclasses.replace(run.analysis, content=run.analysis.content | {"name": run.name})
+        for run in runs
+        if run.analysis is not None
+    ]
+    return draw(analyses, [run for run in runs if run.metrics], folder)
 
 
 def html(runs: Sequence[Run]) -> str:
@@ -195,10 +210,9 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _attention(run: Run) -> str:
-    if run.recipe:
-        return str(run.recipe["attention"])
-    found = run.analysis.content["model"] if run.analysis else run.evaluations[0].get("model", {})
-    return str(found.get("variant") or found.get("attention") or found.get("model_type") or "")
+    about = run.analysis.content if run.analysis else run.evaluations[0] if run.evaluations else {}
+    model = about.get("model", {})
+    return str(run.variant or model.get("attention") or model.get("model_type") or "")
 
 
 def _parameters(run: Run) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affine_attn.analyze import files
+from affine_attn.analyze import files, training
+from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.distill.environment import ENVIRONMENT
 from affine_attn.distill.metrics import METRICS, JsonLines
 from affine_attn.distill.result import RESULT, result
@@ -14,19 +15,14 @@ from affine_attn.distill.run import MODEL, RECIPE
 from affine_attn.distill.statistics import STATISTICS
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 
-ANALYSIS = "analysis"
-
 
 @dataclass(frozen=True)
-class Run:
+class Run(training.Run):
     """A run of ``affine-attn distill``; or a model from elsewhere, which has neither recipe nor metrics."""
 
-    name: str
     folder: Path
     recipe: dict[str, Any]
     environment: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    statistics: list[dict[str, Any]]
     result: dict[str, Any]
     finished: bool
     evaluations: list[dict[str, Any]]
@@ -58,10 +54,12 @@ def _read(folder: Path, name: str) -> Run:
     metrics = JsonLines(folder / METRICS).rows() if trained else []
     if trained and not metrics:
         raise ValueError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
+    recipe = _json(folder / RECIPE) if trained else {}
     return Run(
         name=name,
+        variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
         folder=folder,
-        recipe=_json(folder / RECIPE) if trained else {},
+        recipe=recipe,
         environment=_json(folder / ENVIRONMENT) if trained else {},
         metrics=metrics,
         statistics=JsonLines(folder / STATISTICS).rows() if trained else [],
