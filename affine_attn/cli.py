@@ -385,6 +385,33 @@ def analyze(
 
 
 @app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="folders of affine-attn distill, finished or not, or of models that eval or analyze has results of",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="also draw the figures for papers into this folder, PNG and SVG, which needs matplotlib"),
+    ] = None,
+) -> None:
+    """Make one HTML page of runs side by side: curves, evaluation, how they attend, configuration.
+
+    It needs no network and can be given to others. What affine-attn eval and affine-attn analyze have left beside the
+    models is in it; where there is nothing, it names the command. The page can save each figure as PNG and SVG too.
+    """
+    with _one_line_errors():
+        from affine_attn.report import write_report
+
+        path = write_report(runs, output, figures)
+    console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def cache_teacher(
     data: Annotated[Path, typer.Argument(help="a folder of shards, see: affine-attn prepare")],
     teacher: Annotated[str, typer.Argument(help="a causal model of the same tokenizer: folder or hub id")],

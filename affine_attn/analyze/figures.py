@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from affine_attn.analyze.files import Analysis
 from affine_attn.analyze.style import COLOURS, lines, new_figure, plain, style, token_labels
-from affine_attn.analyze.training import Run, gradient_table, runs_of
+from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
 from affine_attn.core.alpha import linear_clipping
 
 ENTROPIES = {
@@ -46,8 +46,6 @@ STATISTICS = {
 }
 # The paper's Figure 9: the eighth layer, the first thirty tokens.
 MAP_LAYER, MAP_TOKENS = 7, 30
-# The paper's late phase: steps 7000 to 9000 of 9000.
-LATE = 7 / 9
 
 
 def row_sums(analyses: Sequence[Analysis]) -> Figure:
@@ -242,27 +240,28 @@ def statistics(runs: Sequence[Run]) -> Figure:
 
 
 def draw_all(analyses: Sequence[Analysis], folder: Path) -> list[Path]:
-    """All figures that these analyses and their runs have something for, each as PNG and SVG, and Tables 4 and 5."""
-    figures: dict[str, Callable[[], Figure]] = {
-        "row_sums": partial(row_sums, analyses),
-        "first_token": partial(first_token, analyses),
-        "entropy": partial(entropy, analyses),
-        "activations": activations,
-    }
+    """All figures that these analyses and the runs they name have something for."""
+    return draw(analyses, runs_of(analyses), folder)
+
+
+def draw(analyses: Sequence[Analysis], runs: Sequence[Run], folder: Path) -> list[Path]:
+    """All figures of these analyses and runs, of which either may be none, each as PNG and SVG, and Tables 4 and 5."""
+    figures: dict[str, Callable[[], Figure]] = {"activations": activations}
+    if analyses:
+        figures |= {plot.__name__: partial(plot, analyses) for plot in (row_sums, first_token, entropy)}
     for metric in HEAD_METRICS:
         if any(_head_map(a, metric).any() for a in analyses if metric in a.content["heads"]):
             figures[f"heads_{metric}"] = partial(head_metric, analyses, metric)
     if any(analysis.content["histograms"] for analysis in analyses):
         figures["distributions"] = partial(distributions, analyses)
-    if set.intersection(*(set(analysis.content["map"]["layers"]) for analysis in analyses)):
+    if analyses and set.intersection(*(set(analysis.content["map"]["layers"]) for analysis in analyses)):
         figures["attention_maps"] = partial(attention_maps, analyses)
-    runs = runs_of(analyses)
     if runs:
-        figures |= {draw.__name__: partial(draw, runs) for draw in (loss, late_loss, gradient_norm)}
+        figures |= {plot.__name__: partial(plot, runs) for plot in (loss, late_loss, gradient_norm)}
     if any(run.statistics for run in runs):
-        figures |= {draw.__name__: partial(draw, runs) for draw in (logits, statistics)}
+        figures |= {plot.__name__: partial(plot, runs) for plot in (logits, statistics)}
     folder.mkdir(parents=True, exist_ok=True)
-    written = [path for name, draw in figures.items() for path in save(draw, folder / name)]
+    written = [path for name, plot in figures.items() for path in save(plot, folder / name)]
     return [*written, *([_write_gradients(runs, folder / "gradients.csv")] if runs else [])]
 
 
@@ -320,13 +319,9 @@ def _curves(axis: Axes, runs: Sequence[Run], name: str, begin: float = 0.0) -> N
     """Every step faintly, a running mean over a fiftieth of the steps on top; from ``begin`` on, the mean alone."""
     for run, line in zip(runs, lines(run.variant for run in runs), strict=True):
         steps, values = run.curve(name)
-        width = max(1, len(steps) // 50)
-        # The mean of the steps up to each, so that a zoom shows what the whole shows.
-        sums = np.cumsum(np.concatenate(([0.0], values)))
-        first = np.maximum(np.arange(len(values)) + 1 - width, 0)
-        means = (sums[1:] - sums[first]) / (np.arange(len(values)) + 1 - first)
-        late = steps >= begin * steps[-1]
-        if width > 1 and not begin:
+        means = running_mean(values)
+        late = steps >= begin * steps[-1] if len(steps) else steps
+        if (means != values).any() and not begin:
             axis.plot(steps[late], values[late], color=line["color"], alpha=0.2, linewidth=0.6)
         axis.plot(steps[late], means[late], label=plain(run.name), **line)
     axis.set_xlabel("optimizer step")

@@ -12,6 +12,9 @@ from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import METRICS, JsonLines
 from affine_attn.distill.statistics import STATISTICS
 
+# The paper's late phase: steps 7000 to 9000 of 9000.
+LATE = 7 / 9
+
 
 @dataclass(frozen=True)
 class Run:
@@ -50,6 +53,14 @@ def runs_of(analyses: Sequence[Analysis]) -> list[Run]:
         for analysis in analyses
         if analysis.content["run"] is not None
     ]
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Over a fiftieth of the steps: the mean of those up to each, so that a zoom shows what the whole shows."""
+    sums = np.cumsum(np.concatenate(([0.0], values)))
+    ends = np.arange(len(values)) + 1
+    first = np.maximum(ends - max(1, len(values) // 50), 0)
+    return (sums[1:] - sums[first]) / (ends - first)
 
 
 def gradient_table(runs: Sequence[Run]) -> list[dict[str, Any]]:

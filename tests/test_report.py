@@ -1,0 +1,336 @@
+"""The report: what it says of the files of runs, and that the page works in a browser and lets nothing in."""
+
+import csv
+import dataclasses
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from affine_attn.analyze import files
+from affine_attn.analyze.run import Request, analyze_all
+from affine_attn.cli import app
+from affine_attn.distill.run import run
+from affine_attn.evaluate.results import Subject
+from affine_attn.evaluate.run import Request as Measures
+from affine_attn.evaluate.run import evaluate
+from affine_attn.report import figures, write_report
+from affine_attn.report.page import html
+from affine_attn.report.runs import read_runs
+from tests.tiny_runs import counting_shards, metrics, tiny
+
+HOSTILE = ["<script>alert(1)</script>", "</script>", '"><img src=x onerror=alert(1)>', "<b>&amp;</b>", "\u202e\n\x00"]
+# A name that a folder can have.
+IMAGE = '"><img src=x onerror=alert(1)>'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs with all that a report can show, one of them with hostile tokens and a hostile name."""
+    data = counting_shards(tmp_path_factory.mktemp("shards"))
+    folders = []
+    for name, attention in (("plain", "softmax"), (IMAGE, "affine")):
+        folder = tmp_path_factory.mktemp("runs") / name
+        chosen = tiny(data, attention=attention, steps=12, statistics_steps=3, valid_sequences=4, valid_steps=4)
+        model = run(chosen, folder)
+        evaluate(Subject(str(model)), Measures(shards=[data], lengths=[16]))
+        evaluate(Subject(str(model)), Measures(shards=[data], lengths=[32], by_position=True, limit=4))
+        task = {"name": "arc_easy", "identity": {"task": "arc_easy", "model": {"dtype": "float32"}}, "limit": None}
+        task["metrics"] = {"acc": {"value": 0.25, "stderr": 0.01}, "acc_norm": {"value": 0.3, "stderr": 0.02}}
+        (model / "evaluation" / "arc_easy-0.json").write_text(json.dumps(task))
+        folders.append(folder)
+    _, analyses = analyze_all([str(folder / "model") for folder in folders], Request(data, length=16, sequences=4))
+    found = files.read(analyses[1])
+    window = found.content["map"] | {"tokens": [HOSTILE[i % len(HOSTILE)] for i in range(16)]}
+    files.write(analyses[1], dataclasses.replace(found, content=found.content | {"map": window}))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    return write_report(runs, tmp_path_factory.mktemp("page") / "report.html")
+
+
+# What it says
+
+
+def cells(text: str, row: str) -> list[str]:
+    """Entries of the first table row with this heading."""
+    found = re.search(rf"<th scope=\"row\">{re.escape(row)}</th>(.*?)</tr>", text)
+    assert found, f"there is no row {row}"
+    return re.findall(r"<td>(.*?)</td>", found[1])
+
+
+def test_tables_have_the_numbers_of_the_files(runs, page):
+    text = page.read_text()
+    results = [json.loads((folder / "result.json").read_text()) for folder in runs]
+    assert cells(text, "attention") == ["softmax", "affine"]
+    assert cells(text, "held-out loss") == [f"{result['valid_loss']:.4g}" for result in results]
+    assert cells(text, "gradient norm, first 12 steps: mean") == [f"{r['gradients']['mean']:.4g}" for r in results]
+    assert cells(text, "… spikes, g &gt; median + 6 MAD") == [str(r["gradients"]["spikes_6"]) for r in results]
+    assert cells(text, "arc_easy acc_norm") == ["30 ± 2 [26.08, 33.92]"] * 2
+    commits = [json.loads((folder / "environment.json").read_text()).get("commit", "") for folder in runs]
+    assert [cell for cell in cells(text, "commit") if cell] == [commit for commit in commits if commit]
+    scalars = [files.read(folder / "model" / "analysis").content["scalars"] for folder in runs]
+    assert cells(text, "Sum of a query&#x27;s weights") == [f"{values['row_sum']:.4g}" for values in scalars]
+    assert cells(text, "α, mean over tokens") == ["", f"{scalars[1]['alpha']:.4g}"]
+
+
+def test_curves_are_those_of_the_metrics(runs):
+    shown = {figure.id: figure for figure in figures.training(read_runs(runs))}
+    rows = metrics(runs[1])
+    whole, late = (panel.traces[""][-1] for panel in shown["gradient-norm"].panels)
+    norms = [row["grad_norm"] for row in rows]
+    assert whole["x"] == [row["step"] for row in rows]
+    assert whole["y"] == pytest.approx(norms, rel=1e-4)
+    assert late["x"] == [10, 11, 12]
+    assert late["y"] == pytest.approx(norms[9:], rel=1e-4)
+
+
+def test_the_same_files_give_the_same_page_and_a_small_one(runs, page):
+    assert html(read_runs(runs)) == page.read_text()
+    assert page.stat().st_size < 3e6
+
+
+def test_what_is_missing_is_left_out_with_the_command_that_makes_it(runs, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("recipe.json", "environment.json", "metrics.jsonl"):
+        shutil.copy(runs[0] / name, bare)
+    text = write_report([bare], tmp_path / "report.html").read_text()
+    assert f"<code>affine-attn eval {bare}/model</code>" in text
+    assert f"<code>affine-attn analyze {bare}/model --data DATA</code>" in text
+    assert "<code>statistics_steps=100</code>" in text
+    assert cells(text, "steps") == ["12 of 12, unfinished"]
+    assert 'id="loss-0"' in text
+    assert 'id="maps-0"' not in text
+    # And the other way round: a model that was not trained here.
+    text = write_report([runs[0] / "model"], tmp_path / "report.html").read_text()
+    assert "not trained here" in text
+    assert 'id="loss-0"' not in text
+    assert 'id="maps-0"' in text
+
+
+def test_a_long_curve_keeps_its_spikes():
+    values = np.sin(np.arange(50_000)) + 10
+    values[[77, 31_111]] = 500.0, -3.0
+    steps, kept = figures.thinned(np.arange(50_000), values)
+    assert len(steps) <= 2002
+    points = dict(zip(steps, kept, strict=True))
+    assert (points[77], points[31_111], steps[0], steps[-1]) == (500.0, -3.0, 0, 49_999)
+
+
+def test_maps_are_cut_where_the_page_would_burst(runs, monkeypatch):
+    monkeypatch.setattr(figures, "MAP_NUMBERS", 1500)
+    maps = {figure.id: figure for figure in figures.analysis(read_runs(runs))}["maps"]
+    shown = [trace["z"] for panel in maps.panels for traces in panel.traces.values() for trace in traces]
+    assert len(shown) == 20
+    assert {(len(z), len(z[0])) for z in shown} == {(8, 8)}
+    assert "8 tokens of the first sequence" in maps.caption
+
+
+def test_labels_are_text():
+    assert figures.label("<b>x</b> &amp;\n\t\u202e") == "&lt;b&gt;x&lt;/b&gt; &amp;amp;↵→\\u202e"
+
+
+# The command
+
+
+def test_the_command_prints_where_the_page_is(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", str(runs[0])])
+    assert (result.exit_code, result.output) == (0, "report.html\n")
+    assert Path("report.html").read_text().startswith("<!doctype html>")
+
+
+def test_mistakes_are_one_sentence(runs, tmp_path):
+    empty, begun = tmp_path / "empty", tmp_path / "begun"
+    empty.mkdir()
+    begun.mkdir()
+    shutil.copy(runs[0] / "recipe.json", begun)
+    for folders, message in (
+        ([tmp_path / "nowhere"], "there is no folder"),
+        ([empty], "is no run of affine-attn distill (it has no recipe.json)"),
+        ([begun], "has no step in metrics.jsonl yet"),
+        ([runs[0], runs[0]], "the same folder is given twice"),
+    ):
+        result = CliRunner().invoke(app, ["report", *map(str, folders), "-o", str(tmp_path / "no.html")])
+        assert result.exit_code == 2
+        assert message in result.output
+        assert len(result.output.splitlines()) == 1
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_figures_for_papers_are_those_of_the_runs(runs, tmp_path):
+    arguments = [*map(str, runs), "-o", str(tmp_path / "report.html"), "--figures", str(tmp_path / "figures")]
+    assert CliRunner().invoke(app, ["report", *arguments]).exit_code == 0
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    for name in ("loss", "late_loss", "gradient_norm", "row_sums", "entropy", "attention_maps", "distributions"):
+        assert {f"{name}.png", f"{name}.svg"} <= names
+    with (tmp_path / "figures" / "gradients.csv").open(newline="") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == ["plain", IMAGE]
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """A function that opens a file and waits until all figures are drawn."""
+    found = [next(filter(None, map(shutil.which, names)), None) for names in (_BROWSERS, ("chromedriver",))]
+    if None in found:
+        pytest.skip("needs Chromium and chromedriver: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = found[0]
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    saved = tmp_path_factory.mktemp("saved")
+    options.add_experimental_option("prefs", {"download.default_directory": str(saved)})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(found[1]))
+    driver.saved = saved
+    yield driver
+    driver.quit()
+
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def opened(chromium, page):
+    return open_page(chromium, page)
+
+
+def open_page(driver, page, width=1280, scheme="light"):
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    colours = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": colours})
+    driver.get_log("browser")
+    driver.get(page.as_uri())
+    wait(lambda: driver.execute_script("return document.documentElement.dataset.drawn"))
+    return driver
+
+
+def wait(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.browser
+def test_every_figure_is_drawn_without_a_complaint(opened):
+    plots = opened.execute_script(
+        """return [...document.querySelectorAll('.plot')].map((plot) => ({
+             id: plot.id,
+             marks: [...plot.querySelectorAll('.js-line, .point')].filter((p) => (p.getAttribute('d') || '').length > 8)
+                 .length + plot.querySelectorAll('.heatmaplayer image[*|href^="data:"]').length,
+             // What a kind of figure has no use for is no mistake.
+             wrong: (Plotly.validate(plot.data, plot.layout) || []).filter((one) => one.code !== 'unused'),
+           }))"""
+    )
+    assert {plot["id"].rsplit("-", 1)[0] for plot in plots} == {
+        "loss", "gradient-norm", "validation", "while-training", "tasks", "positions", "row-sums", "per-layer",
+        "per-head", "alpha-beta", "maps",
+    }  # fmt: skip
+    assert [plot["id"] for plot in plots if not plot["marks"]] == []
+    assert [plot["wrong"] for plot in plots if plot["wrong"]] == []
+    assert opened.get_log("browser") == []
+
+
+@pytest.mark.browser
+def test_the_picker_shows_the_map_of_its_layer_and_head(opened, runs):
+    from selenium.webdriver.support.select import Select
+
+    def shown(n):
+        image = f"document.querySelector('#maps-{n} .heatmaplayer image').getAttribute('href')"
+        return opened.execute_script(f"return [document.querySelector('#maps-{n}').data[0].z, {image}]")
+
+    before = [shown(n) for n in range(2)]
+    Select(opened.find_element("id", "maps-picker-0")).select_by_visible_text("1")
+    Select(opened.find_element("id", "maps-picker-1")).select_by_visible_text("2")
+    for n, folder in enumerate(runs):
+        wait(lambda n=n: shown(n)[1] != before[n][1])
+        expected = files.read(folder / "model" / "analysis").map(1)
+        np.testing.assert_allclose(shown(n)[0], expected[2], atol=6e-5)
+        mean = files.read(folder / "model" / "analysis").map(0).mean(0)
+        np.testing.assert_allclose(before[n][0], mean, atol=6e-5)
+
+
+@pytest.mark.browser
+def test_hostile_text_is_shown_and_does_nothing(opened):
+    alerts, images, scripts, loaded = opened.execute_script(
+        """return [window.alerted || 0, document.querySelectorAll('img').length,
+                   document.querySelectorAll('script:not([type])').length,
+                   performance.getEntriesByType('resource').length]"""
+    )
+    # This page's script, and plotly.js that it has unpacked.
+    assert (alerts, images, scripts, loaded) == (0, 0, 2, 0)
+    ticks = "return [...document.querySelectorAll('#maps-1 .ytick text')].map((tick) => tick.textContent)"
+    labels = opened.execute_script(ticks)
+    assert "0 <script>alert(1)</script>" in labels
+    assert IMAGE in opened.find_element("css selector", "h1").text
+    for place in (".chip[data-run='1']", "thead th:nth-child(3)"):
+        assert opened.find_element("css selector", place).text == IMAGE
+    assert opened.get_log("browser") == []
+    # If something did get in, it would not run.
+    opened.execute_script(
+        """const script = document.createElement('script');
+           script.textContent = 'window.injected = 1';
+           document.body.append(script);
+           document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.injected = 1">')"""
+    )
+    wait(lambda: len(opened.get_log("browser")) > 0)
+    assert opened.execute_script("return window.injected") is None
+
+
+@pytest.mark.browser
+def test_the_page_is_dark_where_people_like_it_and_has_a_switch(chromium, page):
+    state = """const tick = document.querySelector('#loss-0 .xtick text');
+               return [getComputedStyle(document.body).backgroundColor, getComputedStyle(tick).fill]"""
+    dark = open_page(chromium, page, scheme="dark").execute_script(state)
+    chromium.find_element("css selector", ".theme").click()
+    light = wait(lambda: (now := chromium.execute_script(state)) != dark and now)
+    chromium.find_element("css selector", ".theme").click()
+    wait(lambda: chromium.execute_script(state) == dark)
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+    assert light[0] == "rgb(251, 251, 250)"
+
+
+@pytest.mark.browser
+def test_a_phone_needs_no_sideways_scrolling(chromium, page):
+    width = open_page(chromium, page, width=390).execute_script("return document.documentElement.scrollWidth")
+    assert width == 390
+
+
+@pytest.mark.browser
+def test_values_under_the_pointer_and_runs_that_are_hidden(opened):
+    from selenium.webdriver import ActionChains
+
+    plot = opened.find_element("id", "loss-0")
+    ActionChains(opened).scroll_to_element(plot).move_to_element(plot).perform()
+    hover = "return document.querySelector('#loss-0 .hoverlayer').textContent"
+    wait(lambda: re.search(r"plain : \d\.\d+", opened.execute_script(hover)))
+    curves = "return document.querySelectorAll('#loss-0 .scatterlayer .js-line').length"
+    assert opened.execute_script(curves) == 4
+    opened.find_element("css selector", ".chip[data-run='0']").click()
+    wait(lambda: opened.execute_script(curves) == 2)
+
+
+@pytest.mark.browser
+def test_figures_are_saved_for_papers(opened):
+    for kind, start in (("svg", b"<svg"), ("png", b"\x89PNG")):
+        button = opened.find_element("css selector", f"[data-save={kind}][data-figure=maps][data-panel='0']")
+        button.click()
+        file = opened.saved / f"maps-0.{kind}"
+        wait(file.exists)
+        assert file.read_bytes().startswith(start)
