@@ -325,7 +325,7 @@ def analyze(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...", help="AffineAttn, Llama, Mistral or Qwen models: folders, runs of distill, hub ids"
+            metavar="MODEL", help="AffineAttn, Llama, Mistral or Qwen models: folders, runs of distill, hub ids"
         ),
     ],
     data: Annotated[

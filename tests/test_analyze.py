@@ -238,6 +238,23 @@ def test_a_variant_is_known_by_any_training_length_only():
     assert variant_name([AttentionSpec(), as_spec("sink")]) is None
 
 
+def test_the_command_says_where_everything_is(tmp_path):
+    places = models(tmp_path, "softmax", "affine")
+    options = ["--data", str(text_file(tmp_path)), "--length", "32", "--sequences", "2", "--no-figures"]
+    command = ["analyze", *map(str, places), *options, "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["figures"] == []
+    for model, name in zip(printed["models"], ("softmax", "affine"), strict=True):
+        assert model["name"] == name
+        assert model["folder"] == str(tmp_path / "out" / name)
+        assert model["scalars"] == files.read(tmp_path / "out" / name).content["scalars"]
+    table = CliRunner().invoke(app, command).stdout
+    assert "alpha_saturated" in table
+    assert f"{printed['models'][1]['scalars']['negative']:.4g}" in table
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
