@@ -62,8 +62,11 @@ def mean_entropy(w):
 def test_every_number_is_that_of_the_dense_weights(name):
     model, sequences = small(name), [packed(0), packed(1)]
     inputs = []
-    hooks = [layer.self_attn.register_forward_pre_hook(lambda m, a, k: inputs.append((m, k["hidden_states"])), with_kwargs=True)
-             for layer in model.model.layers]  # fmt: skip
+
+    def note(module, args, kwargs):
+        inputs.append((module, kwargs["hidden_states"]))
+
+    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers]
     with torch.no_grad():
         dense = [model(**sequence, output_attentions=True).attentions for sequence in sequences]
     for hook in hooks:
@@ -95,11 +98,9 @@ def test_every_number_is_that_of_the_dense_weights(name):
             continue
         x = torch.cat([hidden for module, hidden in inputs if module.alpha is gate])
         alpha = gate(x).detach().double()
-        a = alpha[..., None]
-        b = 0.0
+        a, b = alpha[..., None], 0.0
         if gate.affine.beta:
-            n = {"keys": torch.full((LENGTH,), LENGTH)}.get(gate.affine.length, count.clamp(min=1))
-            n = n if gate.affine.length == "keys" else n.clamp(min=gate.affine.length)
+            n = LENGTH if gate.affine.length == "keys" else count.clamp(min=gate.affine.length)
             b = ((gate.alpha_ma[:, None] - alpha) / n)[..., None]
             for histogram, values in (("beta", b[..., 0]), ("beta_sum", b[..., 0] * count)):
                 assert_histogram(found["histograms"][histogram], layer, values)
@@ -235,6 +236,23 @@ def test_a_variant_is_known_by_any_training_length_only():
     assert variant_name([at_length(as_spec("logn"), 300)] * 2) == "logn"
     assert variant_name([AttentionSpec(affine=Affine(length=0))]) is None
     assert variant_name([AttentionSpec(), as_spec("sink")]) is None
+
+
+def test_the_command_says_where_everything_is(tmp_path):
+    places = models(tmp_path, "softmax", "affine")
+    options = ["--data", str(text_file(tmp_path)), "--length", "32", "--sequences", "2", "--no-figures"]
+    command = ["analyze", *map(str, places), *options, "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["figures"] == []
+    for model, name in zip(printed["models"], ("softmax", "affine"), strict=True):
+        assert model["name"] == name
+        assert model["folder"] == str(tmp_path / "out" / name)
+        assert model["scalars"] == files.read(tmp_path / "out" / name).content["scalars"]
+    table = CliRunner().invoke(app, command).stdout
+    assert "alpha_saturated" in table
+    assert f"{printed['models'][1]['scalars']['negative']:.4g}" in table
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def distributions(analyses: Sequence[Analysis]) -> Figure:
     height = float(np.clip(0.05 * lines_most, 1.8, 7)) + 0.7
     figure, axes = new_figure(10, height * len(shown), len(shown), len(HISTOGRAMS))
     for row, analysis in zip(axes, shown, strict=True):
-        heads = analysis.content["model"]["heads"]
+        heads, queries = analysis.content["model"]["heads"], analysis.content["data"]["tokens"]
+        # One scale for the three; a head that is always the same must not hide all others.
+        norm = PowerNorm(0.5, 0, _most(analysis) / queries)
         for axis, (name, label) in zip(row, HISTOGRAMS.items(), strict=True):
             if name not in analysis.content["histograms"]:
                 axis.set_axis_off()
@@ -128,10 +130,8 @@ def distributions(analyses: Sequence[Analysis]) -> Figure:
             edges, counts = histogram["edges"], histogram["counts"]
             bins = len(edges) - 1
             image = np.concatenate([np.full((heads, bins), np.nan) if part is None else part for part in counts])
-            image = image / np.maximum(image.sum(1, keepdims=True), 1)
             extent = (edges[0], edges[-1], -0.5, len(counts) - 0.5)
-            norm = PowerNorm(0.5, 0, 1)
-            axis.imshow(image, aspect="auto", cmap="Blues", norm=norm, origin="lower", extent=extent)
+            axis.imshow(image / queries, aspect="auto", cmap="Blues", norm=norm, origin="lower", extent=extent)
             axis.set_xlabel(label)
             axis.grid(False)
             axis.xaxis.set_major_locator(MaxNLocator(4))
@@ -190,7 +190,7 @@ def activations() -> Figure:
 
 
 def loss(runs: Sequence[Run]) -> Figure:
-    """Figure 7: the training loss of every step, with a running mean over a hundredth of them."""
+    """Figure 7: the training loss of every step, with a running mean over a fiftieth of them."""
     figure, axes = new_figure(5.6, 3.4)
     _curves(axes[0, 0], runs, "loss")
     axes[0, 0].set_ylabel("training loss [nats per token]")
@@ -199,7 +199,7 @@ def loss(runs: Sequence[Run]) -> Figure:
 
 
 def late_loss(runs: Sequence[Run]) -> Figure:
-    """Figure 10: the same, the last two ninths of the steps."""
+    """Figure 10: the running mean alone, in the last two ninths of the steps."""
     figure, axes = new_figure(5.6, 3.4)
     _curves(axes[0, 0], runs, "loss", LATE)
     axes[0, 0].set_ylabel("training loss [nats per token]")
@@ -303,6 +303,12 @@ def _head_map(analysis: Analysis, metric: str) -> np.ndarray:
     return np.array([[np.nan] * heads if layer is None else layer for layer in of_layers], np.float64)
 
 
+def _most(analysis: Analysis) -> int:
+    """The largest count in a histogram of any head."""
+    layers = [layer for entry in analysis.content["histograms"].values() for layer in entry["counts"] if layer]
+    return max(int(np.max(layer)) for layer in layers)
+
+
 def _integer_axes(axis: Axes) -> None:
     axis.grid(False)
     for side in (axis.xaxis, axis.yaxis):
@@ -310,12 +316,12 @@ def _integer_axes(axis: Axes) -> None:
 
 
 def _curves(axis: Axes, runs: Sequence[Run], name: str, begin: float = 0.0) -> None:
-    """Every step faintly, a running mean over a hundredth of the steps on top; from ``begin`` of the steps on."""
+    """Every step faintly, a running mean over a fiftieth of the steps on top; from ``begin`` on, the mean alone."""
     for run, line in zip(runs, lines(run.variant for run in runs), strict=True):
         steps, values = run.curve(name)
         means = running_mean(values)
-        late = steps >= begin * steps[-1] if len(steps) else steps
-        if (means != values).any():
+        late = steps >= begin * steps[-1]
+        if not begin:
             axis.plot(steps[late], values[late], color=line["color"], alpha=0.2, linewidth=0.6)
         axis.plot(steps[late], means[late], label=plain(run.name), **line)
     axis.set_xlabel("optimizer step")

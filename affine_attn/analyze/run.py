@@ -178,7 +178,8 @@ def _variant_name(spec: AttentionSpec) -> str | None:
 def table(analyses: Sequence[Analysis]) -> Table:
     """The scalars of all models."""
     first = analyses[0].content["data"]
-    caption = f"means (max_logit: the largest) over layers, heads and {first['sequences']} x {first['length']} tokens of {first['path']}"
+    data = f"{first['sequences']} x {first['length']} tokens of {first['path']}"
+    caption = f"means (max_logit: the largest) over layers, heads and {data}"
     shown = Table("metric", caption=caption)
     for analysis in analyses:
         shown.add_column(analysis.name, justify="right")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.reference import probabilities, rows_of, scores, sink_rows, weights
+from affine_attn.core.reference import probabilities, row_dtype, rows_of, scores, sink_rows, weights
 
 
 class SignedStatistics(NamedTuple):
@@ -18,15 +18,19 @@ class SignedStatistics(NamedTuple):
 
 
 def signed_statistics(call: Call) -> SignedStatistics:
-    parts = []
+    like = torch.zeros(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
+    # Filled in place: small results allocated between large blocks would keep the allocator from reusing those.
+    found = SignedStatistics(like, like.clone(), like.clone())
     for rows, keys in call.blocks():
         w = _weights(call, rows, keys)
         # The logarithm is the dear part: one for both entropies, w log |w| with the sign of w.
-        size, product = w.abs(), torch.xlogy(w, w.abs())
-        clipped = _entropy(w.clamp(min=0).sum(-1), product.masked_fill(w < 0, 0.0).sum(-1))
-        absolute = _entropy(size.sum(-1), (product * w.sign()).sum(-1))
-        parts.append(SignedStatistics((w < 0).sum(-1), clipped, absolute))
-    return SignedStatistics(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
+        size = w.abs()
+        product = torch.xlogy(w, size)
+        found.negative[:, :, rows] = (w < 0).sum(-1).to(like.dtype)
+        clipped = w.clamp(min=0).sum(-1), product.masked_fill(w < 0, 0.0).sum(-1)
+        found.entropy_clipped[:, :, rows] = _entropy(*clipped)
+        found.entropy_absolute[:, :, rows] = _entropy(size.sum(-1), (product * w.sign()).sum(-1))
+    return found
 
 
 def window_weights(call: Call, window: slice) -> Tensor:
