@@ -12,7 +12,7 @@ runner = CliRunner()
 def test_help_lists_the_commands():
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "variants", "bench", "convert", "generate", "prepare", "eval", "eval-score"):
+    for command in ("demo", "variants", "bench", "convert", "generate", "prepare", "eval", "eval-score", "report"):
         assert command in result.output
 
 

@@ -14,7 +14,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 
 # From the bottom up: a file may import from its own layer and from layers earlier in this list. A new file gets a place
 # here. The order of DESIGN.md is spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
-# <- distill <- evaluate <- analyze <- cli.
+# <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
     {"core.spec", "core.rope", "core.kernels", "measure"},
     {"core.masks", "core.variants"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"distill"},
     {"evaluate", "demo"},
     {"analyze"},
+    {"report"},
     {"cli"},
 ]
 RANK = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

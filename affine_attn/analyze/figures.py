@@ -320,8 +320,8 @@ def _curves(axis: Axes, runs: Sequence[Run], name: str, begin: float = 0.0) -> N
     for run, line in zip(runs, lines(run.variant for run in runs), strict=True):
         steps, values = run.curve(name)
         means = running_mean(values)
-        late = steps >= begin * steps[-1] if len(steps) else steps
-        if (means != values).any() and not begin:
+        late = steps >= begin * steps[-1]
+        if not begin:
             axis.plot(steps[late], values[late], color=line["color"], alpha=0.2, linewidth=0.6)
         axis.plot(steps[late], means[late], label=plain(run.name), **line)
     axis.set_xlabel("optimizer step")

@@ -115,7 +115,7 @@ def _loss(trained: list[tuple[int, Run]]) -> Figure:
         return traces
 
     caption = (
-        "What is minimised: every step faint, and its mean over the last hundredth of the run. "
+        "What is minimised: every step faint, and its mean over the last fiftieth of the run. "
         "Late phase: the last two ninths of the steps, on their own scale."
     )
     panels = [Panel({"": curves(late)}, _axes("step", "loss"), title) for late, title in _PHASES]
