@@ -6,8 +6,9 @@ UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
 .PHONY: demo test test-gpu test-faults test-aot test-hf-common bench lint fmt clean
 
+# Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.installed
-	$(BIN)/affine-attn demo
+	OMP_WAIT_POLICY=passive $(BIN)/affine-attn demo
 
 test: .venv/.installed lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"

@@ -23,15 +23,32 @@ console = Console()
 
 @app.command()
 def demo() -> None:
-    """Check every variant against the float64 reference on this machine and time it against plain attention."""
-    from affine_attn.demo import run_demo
+    """Minutes on two CPU cores: a corpus, a teacher, students with softmax, sink and affine attention, and their table.
 
-    run_demo(console)
+    Writes data/demo and runs/demo. Stopped at any moment, the same command goes on; what is finished is reused.
+    """
+    with _one_line_errors():
+        from affine_attn.demo import run_demo
+        from affine_attn.distill.recipes import recipe
+
+        _training_bar_alone()
+        with _exit_code_of_sigterm():
+            run_demo(recipe("demo"), Path("runs/demo"), console)
 
 
 @app.command()
-def variants() -> None:
+def variants(
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="instead: the engine, the error and the cost of each on this machine"),
+    ] = False,
+) -> None:
     """Print the table of attention variants (Markdown)."""
+    if check:
+        from affine_attn.check import check_variants
+
+        check_variants(console)
+        return
     from affine_attn.core.variants import variants_table
 
     # Not through rich: the table must stay on its lines however narrow the terminal is.
@@ -185,20 +202,23 @@ def distill(
             for line in estimate.dry_run(name, chosen, gpus, mfu):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
+        _training_bar_alone()
         if sweep is not None:
-            from affine_attn.distill.sweep import grid, run_all, table
+            from affine_attn.distill.sweep import grid, outcome, table
 
             folder = output or Path("runs") / f"{name}-sweep"
+            rows = []
+            with _exit_code_of_sigterm():
+                for label, each in grid(chosen, sweep, folder).items():
+                    Console(stderr=True).print(label, markup=False, highlight=False)
+                    rows.append(outcome(label, each, folder))
             # Not through rich: rows must stay on their lines however narrow the terminal is.
-            print(*table(list(run_all(grid(chosen, sweep), folder))), sep="\n")
+            print(*table(rows), sep="\n")
             return
-        from affine_attn.distill.run import Terminated, run
+        from affine_attn.distill.run import run
 
-        try:
+        with _exit_code_of_sigterm():
             folder = run(chosen, output or Path("runs") / name, resume)
-        except Terminated as stopped:
-            Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
-            raise typer.Exit(128 + signal.SIGTERM) from stopped
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -454,6 +474,25 @@ def cache_teacher(
             return
         line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch, device))
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _training_bar_alone() -> None:
+    """Without the bars of transformers for every model that is read or written, which break it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+@contextmanager
+def _exit_code_of_sigterm() -> Iterator[None]:
+    """143 for a run that SIGTERM has ended, as the shell has it."""
+    from affine_attn.distill.run import Terminated
+
+    try:
+        yield
+    except Terminated as stopped:
+        Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
+        raise typer.Exit(128 + signal.SIGTERM) from stopped
 
 
 @contextmanager

@@ -1,70 +1,92 @@
-"""``affine-attn demo``: what runs each variant on this machine, how exact it is, and what it costs."""
+"""``affine-attn demo``: the affine paper's comparison in minutes, from text that every machine has to a table."""
 
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
-from affine_attn.core.call import checked_call
-from affine_attn.core.dispatch import ENGINES, attention, choose
-from affine_attn.core.variants import VARIANTS
-from affine_attn.measure import side_by_side
+from affine_attn.distill.gradients import STEPS
+from affine_attn.distill.prepare import prepare
+from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.run import MODEL, TEACHER
+from affine_attn.distill.sweep import grid, outcome
 
-
-def run_demo(console: Console) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    check = Shape(batch=1, heads=4, kv_heads=2, tq=257, tk=257, head_dim=64)
-    timed = Shape(*((4, 16, 4, 2048, 2048, 64) if device.type == "cuda" else (1, 8, 2, 1024, 1024, 64)))
-    table = Table(title=f"the attention family on {_device_name(device)}, {str(dtype).removeprefix('torch.')}, causal")
-    for column in ("variant", "engine", "error y", "worst gradient error", "time / plain"):
-        table.add_column(column)
-    refusals: dict[str, list[str]] = {}
-    for name in track(VARIANTS, description="checking and timing", console=console, transient=True):
-        spec = VARIANTS[name].spec
-        inputs = random_inputs(spec, check, dtype, device)
-        errors = deviations("auto", inputs)
-        worst = max(errors[1:], key=lambda deviation: deviation.error)
-        if wrong := [deviation.name for deviation in errors if not deviation.within]:
-            raise SystemExit(f"{name}: {', '.join(wrong)} outside the tolerance rule on this machine")
-        engine, reasons = _engine_and_reasons(inputs)
-        for reason in reasons:
-            refusals.setdefault(reason, []).append(name)
-        ratio = _time_over_plain(random_inputs(spec, timed, dtype, device), device)
-        gradient = f"{worst.error:.1e} ({worst.name})"
-        table.add_row(name, engine, f"{errors[0].error:.1e}", gradient, f"{ratio:.2f}")
-    console.print(table)
-    console.print("Why an engine does not run a variant (the others could, and are slower):")
-    for reason, names in refusals.items():
-        console.print(f"  {reason}: {'all' if len(names) == len(VARIANTS) else ', '.join(names)}")
-    console.print(
-        f"Errors: largest, against the float64 reference, relative to 1 + the largest exact entry, at {check}.\n"
-        f"Time: forward + backward over F.scaled_dot_product_attention at {timed}, median of interleaved rounds."
-    )
+STUDENTS = "attention=softmax,sink,affine"
+# A hundredth, the default of prepare, would be four files of the standard library.
+VALID = 0.05
+# Heading, key in a row of a sweep, format.
+_COLUMNS = (
+    ("kd loss", "kd", ".3f"),
+    ("hard CE", "hard", ".3f"),
+    ("valid perplexity", "valid_perplexity", ".1f"),
+    ("mean", "grad mean", ".3f"),
+    ("std", "grad std", ".3f"),
+    ("variance", "grad variance", ".4f"),
+    ("CV", "grad cv", ".3f"),
+    ("k=6", "grad spikes_6", "d"),
+    ("k=9", "grad spikes_9", "d"),
+)
 
 
-def _engine_and_reasons(inputs: dict[str, Any]) -> tuple[str, list[str]]:
-    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    call = checked_call(**leaves)
-    reasons = {name: engine.why_not(call) for name, engine in ENGINES.items()}
-    return choose(call, "auto"), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | None = None) -> None:
+    """Prepare data, train the teacher of ``recipe``, then students that differ in their attention alone.
+
+    What an earlier call has finished is reused, what it has begun goes on. ``max_files``: of the corpus.
+    """
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        say(f"Data: the source of Python's standard library, BPE trained on it -> {recipe.data}")
+        manifest = prepare(recipe.data, vocab_size=recipe.student_config.vocab_size, valid=VALID, max_files=max_files)
+        counts = {split: f"{tokens:,}" for split, tokens in manifest["tokens"].items()}
+        say(f"  {counts['train']} tokens to learn, {counts['valid']} held out for validation")
+        runs, rows = grid(recipe, STUDENTS, output), []
+        for number, (label, each) in enumerate(runs.items(), start=1):
+            learns = "from the text" if each.teacher is None else "the teacher's probabilities"
+            done = ": finished before, reused" if (output / label / MODEL).exists() else ""
+            say(
+                f"{number} of {len(runs)}, {label}: {each.student}, {each.attention} attention, learns {learns}, "
+                f"{each.steps} steps of {each.global_batch * each.sequence_length:,} tokens -> {output / label}{done}"
+            )
+            rows.append(outcome(label, each, output))
+    except ValueError as error:
+        # Another version of Python or of the recipe left something else there.
+        raise ValueError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error
+    console.print(_table(rows))
+    for stopped in (row for row in rows if "stopped" in row):
+        say(f"{stopped['run']}: {stopped['stopped']}")
+    for line in _explanation(recipe, output):
+        say(line)
 
 
-def _time_over_plain(inputs: dict[str, Any], device: torch.device) -> float:
-    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    dy = torch.randn_like(q)
-    functions = {
-        "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).backward(dy),
-        "variant": lambda: attention(**leaves).backward(dy),
-    }
-    return side_by_side(functions, "plain", device, rounds=3)["variant"].ratio
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="the same text in the same order from the same seed")
+    table.add_column("")
+    for heading, _, _ in _COLUMNS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = (format(row[key], form) if key in row else "" for _, key, form in _COLUMNS)
+        table.add_row(row["run"].removeprefix("attention="), *cells)
+    return table
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+def _explanation(recipe: Recipe, output: Path) -> list[str]:
+    model, twice = output / "attention=affine" / MODEL, 2 * recipe.sequence_length
+    teacher = output / TEACHER / MODEL
+    return [
+        "kd loss (cross-entropy with the teacher's probabilities, which students minimise) and hard CE (with the text) "
+        "are those of the last step, perplexity that of the held-out text.",
+        f"mean, std, variance, CV: of the gradient norms of the first {min(recipe.steps, STEPS)} steps, not clipped, "
+        "as in the paper's Table 4. k=6, k=9: how many of them lie above median + k MAD, as in its Table 5.",
+        "One seed of tiny models: enough to see what is measured, not to say which attention is better.",
+        "",
+        f"In each folder of {output}: recipe.json, environment.json, metrics.jsonl (every step), statistics.jsonl "
+        f"(every layer and head), result.json and {MODEL}. Next:",
+        f'  affine-attn generate {model} "def main("',
+        f"  affine-attn eval {model} --shards {recipe.data} --by-position --length {twice}",
+        f"  affine-attn distill demo teacher={teacher} --sweep attention=gated,affine_gated --output {output}",
+        "  affine-attn variants --check     # the engine, the error and the cost of every variant on this machine",
+    ]

@@ -29,12 +29,12 @@ def test_a_wrong_argument_is_an_error_of_one_screen(arguments):
     assert "nonsense" in result.output
 
 
-def test_demo_names_an_engine_and_an_error_for_every_variant(monkeypatch):
-    from affine_attn import demo
+def test_a_check_names_an_engine_and_an_error_for_every_variant(monkeypatch):
+    from affine_attn import check
 
     # Timing says nothing in a test; the rest of the table is real.
-    monkeypatch.setattr(demo, "_time_over_plain", lambda inputs, device: 1.0)
-    result = runner.invoke(app, ["demo"])
+    monkeypatch.setattr(check, "_time_over_plain", lambda inputs, device: 1.0)
+    result = runner.invoke(app, ["variants", "--check"])
     assert result.exit_code == 0, result.output
     for name in VARIANTS:
         assert name in result.output

@@ -78,8 +78,8 @@ def test_flops_are_those_of_the_formula():
         (["teacher=train:nanno"], "student=nanno is no preset"),
         (["loss=kl"], "kind is 'kl'"),
         (["rho=1"], "momentum must be in"),
-        (["warmup_steps=290"], "are more than steps=300"),
-        (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=8"),
+        (["warmup_steps=690"], "are more than steps=700"),
+        (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=4"),
         (["teacher=nobody/nothing"], "teacher=nobody/nothing is no folder and no preset"),
     ],
 )

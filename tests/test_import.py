@@ -24,6 +24,7 @@ LAYERS = [
     {"core.engines"},
     {"core.dispatch"},
     {"core.alpha", "core.layer", "core.stats", "core.accuracy"},
+    {"check"},
     {"models"},
     {"distill"},
     {"evaluate", "demo"},

@@ -21,8 +21,8 @@ from affine_attn.distill.environment import _commit, environment
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
 from affine_attn.distill.recipes import LEARNING_RATES, recipe
-from affine_attn.distill.run import run, training_arguments
-from affine_attn.distill.sweep import grid, run_all, table
+from affine_attn.distill.run import run, take_up, training_arguments
+from affine_attn.distill.sweep import grid, outcome, table
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.statistics import collect_statistics
 from tests.test_distill import teacher_of
@@ -285,21 +285,46 @@ def test_a_sweep_is_a_run_for_each_value_and_a_table(data, tmp_path):
 
 
 def test_a_run_that_diverges_does_not_end_a_sweep(data, tmp_path, monkeypatch):
-    def diverging(chosen, output, resume):
+    def diverging(chosen, output):
         if chosen.learning_rate > 1:
             raise FloatingPointError("loss is nan at step 3; there is no checkpoint yet")
-        return run(chosen, output, resume)
+        return take_up(chosen, output)
 
-    monkeypatch.setattr("affine_attn.distill.sweep.run", diverging)
-    first, second = run_all(grid(tiny(data), "learning_rate=9,1e-3"), tmp_path)
+    monkeypatch.setattr("affine_attn.distill.sweep.take_up", diverging)
+    recipes = grid(tiny(data), "learning_rate=9,1e-3", tmp_path)
+    first, second = (outcome(label, chosen, tmp_path) for label, chosen in recipes.items())
     assert first == {"run": "learning_rate=9", "stopped": "loss is nan at step 3; there is no checkpoint yet"}
     assert second["loss"] > 0
     assert [line.count("|") for line in table([first, second])] == [len(first | second) + 1] * 4
+    with pytest.raises(FloatingPointError):
+        # Without a teacher there is nothing to compare.
+        outcome("teacher", recipes["learning_rate=9"], tmp_path)
 
 
-def test_the_papers_grid_and_mistakes_in_one():
-    assert [chosen.learning_rate for chosen in grid(recipe("paper-1b"), "learning_rate").values()] == [*LEARNING_RATES]
+def test_the_students_of_a_sweep_have_one_teacher(data, tmp_path):
+    """Trained by the recipe as it is without the sweep; where values ask for different ones, each has its own."""
+    chosen = tiny(data, teacher="train", learning_rate=1e-2)
+    teacher, *students = grid(chosen, "learning_rate=1e-3,1e-2", tmp_path).values()
+    assert teacher == chosen.teacher_recipe
+    assert [student.learning_rate for student in students] == [1e-3, 1e-2]
+    assert {student.teacher for student in students} == {str(tmp_path / "teacher" / "model")}
+    for sweep in (
+        "teacher=train:nano,train:micro",
+        "teacher=train,none",
+        "sequence_length=16,32",
+        "student=nano,micro",
+    ):
+        field, _, values = sweep.partition("=")
+        expected = [chosen.override([f"{field}={value}"]) for value in values.split(",")]
+        assert [*grid(chosen, sweep, tmp_path).values()] == expected
+    assert "teacher" in grid(tiny(data, teacher="train:nano"), "student=nano,micro", tmp_path)
+
+
+def test_the_papers_grid_and_mistakes_in_one(tmp_path):
+    assert [chosen.learning_rate for chosen in grid(recipe("paper-1b"), "learning_rate", tmp_path).values()] == [
+        *LEARNING_RATES
+    ]
     assert (LEARNING_RATES[0], LEARNING_RATES[-1]) == (5e-4, 5e-3)
     for sweep, message in (("seed", "--sweep must be field=value"), ("sede=1,2", "did you mean seed")):
         with pytest.raises(ValueError, match=message):
-            grid(recipe("demo"), sweep)
+            grid(recipe("demo"), sweep, tmp_path)

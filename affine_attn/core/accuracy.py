@@ -1,4 +1,4 @@
-"""How far an engine is from the truth, and how far it may be: the one tolerance rule of tests, demo and benchmarks.
+"""How far an engine is from the truth, and how far it may be: the one tolerance rule of tests, checks and benchmarks.
 
 The truth is the reference in float64 on the same (already rounded) inputs. The yardstick is the reference with its two
 matrix products in the inputs' precision. An engine's y and every gradient must satisfy, in the maximum and RMS norm,

@@ -193,18 +193,19 @@ class Recipe:
 
 
 def demo() -> Recipe:
-    """Two CPU cores, minutes: the standard library's source. Data: affine-attn prepare data/demo"""
+    """Two CPU cores, minutes: the standard library's source. Data: affine-attn prepare data/demo --vocab-size 512 --valid 0.05"""  # noqa: E501
     return Recipe(
-        student="micro",
-        teacher=None,
-        vocab_size=4096,
+        student="nano",
+        teacher="train:micro",
+        vocab_size=512,
         data="data/demo",
         sequence_length=256,
-        global_batch=8,
-        steps=300,
-        learning_rate=3e-3,
-        warmup_steps=20,
-        decay_steps=60,
+        global_batch=4,
+        micro_batch=4,
+        steps=700,
+        learning_rate=2e-3,
+        warmup_steps=30,
+        decay_steps=230,
         dtype="float32",
         compile=False,
         save_steps=100,

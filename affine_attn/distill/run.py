@@ -104,6 +104,11 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     return output / MODEL
 
 
+def take_up(recipe: Recipe, output: Path) -> Path:
+    """``run``, with what an earlier call has finished or begun."""
+    return run(recipe, output, resume=(output / RECIPE).exists())
+
+
 @contextmanager
 def _on_sigterm(action: Callable[[], None]) -> Iterator[None]:
     """Python lets the main thread alone handle signals; elsewhere SIGTERM does what it did."""
@@ -207,8 +212,7 @@ def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
         return None
     dtype = getattr(torch, recipe.dtype)
     if trained := recipe.teacher_recipe:
-        # What an earlier call has finished or begun is taken up.
-        return load(run(trained, output / TEACHER, resume=True), dtype=dtype)
+        return load(take_up(trained, output / TEACHER), dtype=dtype)
     if recipe.teacher in PRESETS:
         set_seed(recipe.seed)
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)

@@ -1,5 +1,6 @@
 """One recipe with several values of a field: a run each, in a folder named after the value, and a table of them all."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,43 +8,62 @@ from typing import Any
 
 from affine_attn.distill.recipes import LEARNING_RATES, Recipe
 from affine_attn.distill.result import RESULT
-from affine_attn.distill.run import run
+from affine_attn.distill.run import MODEL, TEACHER, take_up
 
-# Columns of the table, as result.json has them; those of the gradients follow.
+# Columns of the table, as result.json has them.
 _LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
 _GRADIENTS = ("mean", "std", "variance", "cv", "spikes_6", "spikes_9")
+_COLUMNS = ("run", *_LOSSES, *(f"grad {name}" for name in _GRADIENTS), "stopped")
+# A teacher that differs in one of these is another one. Else how it was trained is a matter of the recipe, not of the
+# sweep: students are compared under the same teacher.
+_TEACHER = ("student", "vocab_size", "data", "documents", "sequence_length")
 
 
-def grid(recipe: Recipe, sweep: str) -> dict[str, Recipe]:
-    """``field=value,value,...`` as recipes by folder name; ``learning_rate`` alone is the paper's sweep."""
+def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
+    """``field=value,value,...`` as recipes by folder name; ``learning_rate`` alone is the paper's sweep.
+
+    A teacher that is trained first, and that all of them can have, is the first of the runs.
+    """
     name, _, values = sweep.partition("=")
     if sweep == "learning_rate":
         values = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
     if not name or not values:
         raise ValueError(f"--sweep must be field=value,value,... or learning_rate, got {sweep!r}")
     assignments = [f"{name}={value}" for value in values.split(",")]
-    return {assignment: recipe.override([assignment]) for assignment in assignments}
+    students = {assignment: recipe.override([assignment]) for assignment in assignments}
+    teacher = recipe.teacher_recipe
+    if teacher is None or any(_kind(student.teacher_recipe) != _kind(teacher) for student in students.values()):
+        return students
+    folder = str(output / TEACHER / MODEL)
+    return {TEACHER: teacher} | {
+        label: dataclasses.replace(student, teacher=folder) for label, student in students.items()
+    }
 
 
-def run_all(recipes: dict[str, Recipe], output: Path) -> Iterator[dict[str, Any]]:
-    """One after the other; what is finished is taken as it is, what was begun goes on. A row of the table for each.
+def _kind(teacher: Recipe | None) -> tuple[Any, ...] | None:
+    return teacher and tuple(getattr(teacher, name) for name in _TEACHER)
 
-    A run that diverges is part of the answer: its row says so, and the next one starts.
+
+def outcome(label: str, recipe: Recipe, output: Path) -> dict[str, Any]:
+    """Carry out one run of the grid and give its row of the table.
+
+    A finished one is taken as it is, one that was begun goes on. A student that diverges is part of the
+    answer: its row says so.
     """
-    for name, recipe in recipes.items():
-        try:
-            run(recipe, output / name, resume=True)
-        except FloatingPointError as error:
-            yield {"run": name, "stopped": str(error)}
-            continue
-        found = json.loads((output / name / RESULT).read_text(encoding="utf-8"))
-        gradients = {f"grad {key}": found["gradients"][key] for key in _GRADIENTS}
-        yield {"run": name, **{key: found[key] for key in _LOSSES if key in found}, **gradients}
+    try:
+        take_up(recipe, output / label)
+    except FloatingPointError as error:
+        if label == TEACHER:
+            raise
+        return {"run": label, "stopped": str(error)}
+    found = json.loads((output / label / RESULT).read_text(encoding="utf-8"))
+    gradients = {f"grad {key}": found["gradients"][key] for key in _GRADIENTS}
+    return {"run": label, **{key: found[key] for key in _LOSSES if key in found}, **gradients}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown, with the columns that occur."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = [column for column in _COLUMNS if any(column in row for row in rows)]
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in rows:

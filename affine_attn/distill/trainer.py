@@ -196,6 +196,12 @@ class DistillTrainer(Trainer):
             if not math.isfinite(value := logs.get(name, 0.0)):
                 raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}")
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A head tied to the embedding is not in a checkpoint and not missing.
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
         folder, unfinished, name = self._folder, self._folder / _UNFINISHED, f"checkpoint-{self.state.global_step}"
