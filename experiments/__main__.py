@@ -88,6 +88,7 @@ def _bigram(arguments: argparse.Namespace) -> int:
     from experiments.grid import LENGTH
 
     found = bigram(arguments.data, LENGTH)
+    RESULTS.mkdir(exist_ok=True)
     write_json(RESULTS / "bigram.json", found)
     print(found)
     return 0

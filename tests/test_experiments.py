@@ -64,8 +64,9 @@ def trained(group: grid.Group, output: Path) -> dict[str, runs.Run]:
 
 def test_side_by_side_is_alone(recipe, tmp_path):
     """Bit by bit, and as the trainer for users has it."""
+    recipe = replace(recipe, steps=12)
     together = trained(a_group(recipe, *NAMES), tmp_path / "together")
-    for name in NAMES:
+    for name in ("sink", "affine"):
         (alone,) = trained(a_group(recipe, name), tmp_path / name).values()
         assert alone.series() == together[alone.folder.name].series()
         assert alone.valid == together[alone.folder.name].valid
@@ -214,6 +215,39 @@ def test_bigram(data):
         total -= math.log((after.count(w) + kinds * unigram) / (len(after) + kinds))
     assert found["ce"] == pytest.approx(total / len(pairs["valid"]))
     assert found["tokens"] == len(pairs["valid"])
+
+
+def test_the_page_has_its_marks(recipe, tmp_path):
+    """The tables find their places in the page that is in the repository."""
+    a_folder(tmp_path / "runs", recipe, "softmax", 1, 1e-3, 4.0)
+    page = tmp_path / "page.md"
+    page.write_text(report.DOCUMENT.read_text())
+    written = islice(report.write_report(tmp_path / "runs", tmp_path / "results", page), 10)
+    assert page in list(written)
+    assert "1 finished runs of 1" in page.read_text()
+
+
+def test_the_command(data, teacher, tmp_path, monkeypatch, capsys):
+    from experiments import __main__ as command
+
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(grid, "LENGTH", LENGTH)
+
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["experiments", *arguments])
+        return command.main()
+
+    assert call("bigram", "--data", str(data)) == 0
+    assert json.loads((tmp_path / "results" / "bigram.json").read_text())["ppl"] > 1
+    place = ("--data", str(data), "--teacher", str(teacher), "--output", str(tmp_path / "runs"))
+    assert call("run", *place, "--dry-run", "--only", "noise") == 0
+    assert "noise-seed1" in capsys.readouterr().out
+    assert call("run", *place, "--only", "nothing") == 2
+    assert "no group begins with 'nothing'" in capsys.readouterr().err
+    monkeypatch.setattr(grid, "base_recipe", lambda data, teacher: tiny(data, teacher=teacher))
+    assert call("run", *place, "--only", "noise", "--commit", "f" * 40) == 0
+    assert "all groups are finished" in capsys.readouterr().out
+    assert call("tables", "--runs", str(tmp_path / "none")) == 2
 
 
 def test_statistics_against_known_answers():
