@@ -15,6 +15,7 @@ import torch
 
 from affine_attn.core.spec import Affine, AttentionSpec
 from affine_attn.core.variants import variant
+from affine_attn.distill import shards
 from affine_attn.distill.run import run as distill
 from affine_attn.distill.shards import TokenShards
 from affine_attn.models import AffineAttnForCausalLM, preset
@@ -198,12 +199,20 @@ def test_plan_leaves_out_what_is_finished(recipe, tmp_path):
     assert any("measured over 1 runs" in line for line in lines)
 
 
-def test_bigram(data):
-    """Against the formula, word by word."""
-    found = bigram(str(data), LENGTH)
+def test_bigram(tmp_path):
+    """Against the formula, word by word, on text with pairs and tokens that were never seen in training."""
+    random, parts = np.random.default_rng(0), {}
+    for split, documents, most in (("train", 12, VOCAB - 4), ("valid", 4, VOCAB)):
+        writer = shards.ShardWriter(tmp_path, f"{split}-00000", np.dtype("<u2"))
+        for _ in range(documents):
+            writer.append(random.integers(most, size=25))
+        parts[split] = writer.commit()
+    manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
+    shards.write_json(tmp_path / shards.MANIFEST, manifest)
+    found = bigram(str(tmp_path), LENGTH)
     pairs = {}
     for split in ("train", "valid"):
-        text = TokenShards(data, LENGTH, split)
+        text = TokenShards(tmp_path, LENGTH, split)
         both = [(text[i]["input_ids"].tolist(), text[i]["shift_labels"].tolist()) for i in range(len(text))]
         pairs[split] = [(v, w) for a, b in both for v, w in zip(a, b, strict=True) if w != -100]
     train = pairs["train"]
