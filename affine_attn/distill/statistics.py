@@ -56,10 +56,11 @@ class Statistics(TrainerCallback):
             batches = ({name: t[None].to(args.device) for name, t in one.items()} for one in self.sequences)
             layers = collect_statistics(model, batches, forward=forward)
             if state.is_world_process_zero:
-                self.file.append({"step": state.global_step, **_columns(layers)})
+                self.file.append({"step": state.global_step, **columns(layers)})
 
 
-def _columns(layers: list[LayerStatistics]) -> dict[str, list]:
+def columns(layers: list[LayerStatistics]) -> dict[str, list]:
+    """A line of the file, without its step."""
     names = [*_PER_HEAD, *(_OF_ALPHA if any(layer.alpha is not None for layer in layers) else ())]
     values = {name: [getattr(layer, name) for layer in layers] for name in names}
     return {name: [None if v is None else v.tolist() for v in column] for name, column in values.items()}

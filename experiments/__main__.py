@@ -1,0 +1,106 @@
+"""Experiments: python -m experiments {prepare,run,bigram,tables} --help"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+RESULTS = ROOT / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    prepare = commands.add_parser("prepare", help="shards of corpora that have a split of their own")
+    prepare.add_argument("out", type=Path)
+    prepare.add_argument("--train", nargs="+", required=True, help="as the sources of affine-attn prepare")
+    prepare.add_argument("--valid", nargs="+", required=True)
+    prepare.add_argument("--tokenizer", required=True, help="tokenizer.json of the teacher, or its folder")
+    prepare.add_argument("--end-of-document", default="<|endoftext|>")
+    prepare.set_defaults(command=_prepare)
+
+    run = commands.add_parser("run", help="train what is not finished, group after group, until the time is up")
+    run.add_argument("--data", required=True, help="a folder of shards")
+    run.add_argument("--teacher", required=True, help="a folder with a model of the same tokenizer")
+    run.add_argument("--output", type=Path, default=Path("runs/experiments"))
+    run.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
+    run.add_argument("--only", default="", metavar="PREFIX", help="groups whose name begins so")
+    run.add_argument("--commit", help="of this code, where git cannot be asked")
+    run.add_argument("--dry-run", action="store_true", help="print the plan, train nothing")
+    run.set_defaults(command=_run)
+
+    bigram = commands.add_parser("bigram", help="a bigram's perplexity on the held-out text, for table A")
+    bigram.add_argument("--data", required=True, help="a folder of shards")
+    bigram.set_defaults(command=_bigram)
+
+    tables = commands.add_parser("tables", help="rewrite tables, figures and docs/reproduction.md from run folders")
+    tables.add_argument("--runs", type=Path, default=RESULTS / "runs")
+    tables.set_defaults(command=_tables)
+
+    arguments = parser.parse_args()
+    try:
+        return arguments.command(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from experiments.data import SHARD_TOKENS, prepare_split
+
+    manifest = prepare_split(
+        arguments.out,
+        arguments.train,
+        arguments.valid,
+        arguments.tokenizer,
+        arguments.end_of_document,
+        SHARD_TOKENS,
+    )
+    for split, tokens in manifest["tokens"].items():
+        print(f"{split}: {tokens:,} tokens in {manifest['documents'][split]:,} documents")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    deadline = time.monotonic() + arguments.time_limit
+    from experiments import carry_out, grid
+    from experiments.plan import plan
+    from experiments.runs import read_runs
+
+    chosen = [
+        g for g in grid.groups(grid.base_recipe(arguments.data, arguments.teacher)) if g.name.startswith(arguments.only)
+    ]
+    if not chosen:
+        raise ValueError(f"no group begins with {arguments.only!r}; --dry-run prints them all")
+    if arguments.dry_run:
+        print(*plan(chosen, list(read_runs(arguments.output))), sep="\n")
+        return 0
+    finished = carry_out.carry_out(chosen, arguments.output, deadline, arguments.commit)
+    print("all groups are finished" if finished else "the time is up; the same command goes on")
+    return 0
+
+
+def _bigram(arguments: argparse.Namespace) -> int:
+    from affine_attn.distill.shards import write_json
+    from experiments.bigram import bigram
+    from experiments.grid import LENGTH
+
+    found = bigram(arguments.data, LENGTH)
+    RESULTS.mkdir(exist_ok=True)
+    write_json(RESULTS / "bigram.json", found)
+    print(found)
+    return 0
+
+
+def _tables(arguments: argparse.Namespace) -> int:
+    from experiments.report import write_report
+
+    for path in write_report(arguments.runs, RESULTS):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""How sure one can be of a mean over seeds, and of a difference at equal seed and data order."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """Of a mean: Student's t over the seeds. Without a second seed the ends are NaN."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+class Paired(NamedTuple):
+    """A difference of pairs: its interval, and the two-sided p of the paired t-test."""
+
+    difference: Interval
+    p: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    x = np.asarray(values, np.float64)
+    if x.size < 2:
+        return Interval(float(x.mean()) if x.size else math.nan, math.nan, math.nan, x.size)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, x.size - 1) * x.std(ddof=1) / math.sqrt(x.size)
+    return Interval(float(x.mean()), float(x.mean() - half), float(x.mean() + half), x.size)
+
+
+def paired(values: dict[int, float], baseline: dict[int, float]) -> Paired:
+    """Over the seeds that both have."""
+    seeds = sorted(values.keys() & baseline.keys())
+    mine, theirs = ([side[seed] for seed in seeds] for side in (values, baseline))
+    p = float(stats.ttest_rel(mine, theirs).pvalue) if len(seeds) > 1 else math.nan  # pyright: ignore
+    return Paired(interval([a - b for a, b in zip(mine, theirs, strict=True)]), p)

@@ -1,0 +1,153 @@
+"""What is trained: groups of students that see the same data in the same order, most valuable first.
+
+A group is a ``Recipe`` (data, teacher, seed, schedule) and the students that differ within it. Tables A and B read the
+groups of table "a", the noise floor compares "noise" with the same students there, C and D have groups of their own.
+"""
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+from affine_attn.core.variants import variant
+from affine_attn.distill.recipes import Recipe
+from affine_attn.models import AffineAttnConfig, preset
+from affine_attn.models.presets import at_length
+
+LENGTH = 1024
+PAPER_RATE, BEST_RATE = 1e-3, 3e-3  # the affine paper's, and the best one of a first probe at this size
+SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)
+CORE, OTHERS = ("softmax", "sink", "affine"), ("off_by_one", "gated", "affine_gated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """What tells a student from the others of its group."""
+
+    variant: str  # its name in tables
+    attention: AttentionSpec
+    learning_rate: float
+    w_a: Literal["normal", "zeros"] = "normal"  # start of alpha's weights
+    qk_norm: bool = False
+    positions: Literal["default", "p_rope", "nope"] = "default"  # rotary embeddings
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return re.sub(r"[^a-z0-9_.]+", "-", f"{self.variant} {self.learning_rate:g}".lower())
+
+    def config(self, recipe: Recipe) -> AffineAttnConfig:
+        changes: dict[str, Any] = {} if recipe.vocab_size is None else {"vocab_size": recipe.vocab_size}
+        if self.positions != "default":
+            changes["rope_parameters"] = {"rope_type": self.positions, "rope_theta": 10000.0}
+        return preset(recipe.student, self.attention, qk_norm=self.qk_norm, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"attention": self.attention.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Students side by side; ``lengths`` are those of the validation, the sequence length of training first."""
+
+    name: str
+    table: str
+    recipe: Recipe
+    students: tuple[Student, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len({student.name for student in self.students}) < len(self.students):
+            raise ValueError(f"{self.name}: two students have the same name, so they would share a folder")
+        if self.recipe.accumulation(1) != 1:
+            raise ValueError(f"{self.name}: students side by side take whole batches, so micro_batch is global_batch")
+
+
+def base_recipe(data: str, teacher: str) -> Recipe:
+    """33M students, 39M tokens: 1200 steps of 32 sequences, 100 of them warmup and a fifth decay."""
+    return Recipe(
+        student="mini",
+        attention="softmax",
+        teacher=teacher,
+        data=data,
+        sequence_length=LENGTH,
+        global_batch=32,
+        micro_batch=32,
+        steps=1200,
+        warmup_steps=100,
+        decay_steps=240,
+        valid_sequences=1 << 20,
+        statistics_steps=100,
+        save_steps=300,
+    )
+
+
+def groups(recipe: Recipe) -> list[Group]:
+    """All of them, in the order in which they are worth having."""
+
+    def group(name: str, table: str, seed: int, students: tuple[Student, ...]) -> Group:
+        seeded = replace(recipe, seed=seed, documents=table != "d")
+        factors = (1, 4, 16) if table == "d" else (1,)
+        lengths = tuple(factor * recipe.sequence_length for factor in factors)
+        return Group(name=f"{name}-seed{seed}", table=table, recipe=seeded, students=students, lengths=lengths)
+
+    def named(names: tuple[str, ...], rates: tuple[float, ...]) -> tuple[Student, ...]:
+        specs = {name: at_length(variant(name), recipe.sequence_length) for name in names}
+        return tuple(
+            Student(variant=name, attention=spec, learning_rate=rate) for rate in rates for name, spec in specs.items()
+        )
+
+    first, rest = (PAPER_RATE, BEST_RATE), (5e-3, 2e-3)
+    a_open = ablations(recipe.sequence_length)
+    lengthy = distances(recipe.sequence_length)
+    return [
+        *(group("a-core", "a", seed, named(CORE, first)) for seed in SEEDS),
+        group("noise", "noise", SEEDS[0], named(("softmax", "affine"), (BEST_RATE,))),
+        *(group("a-core-sweep", "a", seed, named(CORE, rest)) for seed in SEEDS),
+        *(group("a-others", "a", seed, named(OTHERS, first)) for seed in SEEDS),
+        *(group("a-others-sweep", "a", seed, named(OTHERS, rest)) for seed in SEEDS),
+        *(group("a-core", "a", seed, named(CORE, first)) for seed in MORE_SEEDS),
+        *(group("c", "c", seed, a_open) for seed in SEEDS),
+        *(group("d", "d", seed, lengthy) for seed in SEEDS),
+        *(group("a-core-sweep", "a", seed, named(CORE, rest)) for seed in MORE_SEEDS),
+    ]
+
+
+def ablations(length: int) -> tuple[Student, ...]:
+    """Table C: one departure each from the affine of table A, with which they are compared at equal seed.
+
+    N = keys of the call is not among them: at the length of training it is the training length, so the same run.
+    """
+    changes: dict[str, dict[str, Any]] = {
+        "affine, N visible": {"length": 0},
+        "affine, average from 0.5": {"start": 0.5},
+        "affine, average per layer": {"per_head": False},
+        "affine, sigmoid": {"phi": "sigmoid"},
+        "affine, no beta": {"beta": False},
+    }
+    base = Affine(length=length)
+    common: dict[str, Any] = {"learning_rate": BEST_RATE}
+    students = (
+        Student(variant=name, attention=AttentionSpec(affine=replace(base, **change)), **common)
+        for name, change in changes.items()
+    )
+    return (*students, Student(variant="affine, W_a zero", attention=AttentionSpec(affine=base), w_a="zeros", **common))
+
+
+def distances(length: int) -> tuple[Student, ...]:
+    """Table D, all with norms on q and k; positions as in the scale-invariant paper (arXiv 2505.17083)."""
+    rows: dict[str, tuple[AttentionSpec, Any]] = {
+        "rope": (AttentionSpec(), "default"),
+        "p-rope": (AttentionSpec(), "p_rope"),
+        "logn, p-rope": (AttentionSpec(logit=LogN(length=length)), "p_rope"),
+        "alibi": (AttentionSpec(logit=Alibi()), "nope"),
+        "scale_invariant, p-rope": (AttentionSpec(logit=ScaleInvariant()), "p_rope"),
+        "scale_invariant + affine, p-rope": (
+            AttentionSpec(logit=ScaleInvariant(), affine=Affine(length=length)),
+            "p_rope",
+        ),
+    }
+    return tuple(
+        Student(variant=name, attention=spec, learning_rate=BEST_RATE, qk_norm=True, positions=positions)
+        for name, (spec, positions) in rows.items()
+    )

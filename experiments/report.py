@@ -1,0 +1,108 @@
+"""Writes the tables (CSV), the figures and the generated parts of docs/reproduction.md from run folders."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.readme import rewrite
+from experiments import figures, tables
+from experiments.runs import Run, read_runs
+from experiments.tables import Row
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "reproduction.md"
+
+
+def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterator[Path]:
+    """Each file as it is written."""
+    runs = list(read_runs(root))
+    if not runs:
+        raise ValueError(f"{root} has no runs: copy the folders of python -m experiments run there")
+    of_a = [run for run in runs if run.table == "a"]
+    judged = results / "bigram.json"
+    bigram = json.loads(judged.read_text()) if judged.exists() else None
+    floor, b = tables.noise(runs), tables.table_b(of_a)
+    c, d = tables.table_c(runs), tables.table_d(runs)
+    lengths = [name for name in (d[0] if d else ()) if name.startswith("ce_")]
+    per_run = {"table_a": tables.table_a(of_a, bigram), "table_b": b, "table_c": c, "table_d": d, "noise": floor}
+    summaries = {
+        "table_a": tables.summary_a(of_a),
+        "table_b": tables.summary_b(b),
+        "table_c": tables.summary(c, ("kd_loss", "grad_variance"), "affine"),
+        "table_d": tables.summary(d, lengths, "rope"),
+        "noise": floor,
+    }
+    for name, rows in per_run.items():
+        yield _write_csv(results / f"{name}.csv", rows)
+        if summaries[name] is not rows:
+            yield _write_csv(results / f"{name}_summary.csv", summaries[name])
+    limit = max((row["kd_difference"] for row in floor), default=math.nan)
+    parts = {name: markdown(rows, limit) or "Nothing has been run yet." for name, rows in summaries.items()}
+    judges = [row for row in per_run["table_a"] if "seed" not in row]
+    parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges, limit)) if part)
+    parts["runs"] = cost(runs)
+    document.write_text(rewrite(document.read_text(), parts))
+    yield document
+    yield from figures.draw(of_a, results)
+
+
+def markdown(rows: Sequence[Row], noise_floor: float) -> str:
+    """Intervals in one cell; a difference of losses that is below the noise floor is said to be."""
+    if not rows:
+        return ""
+    hidden = ("commit", "torch", "device", "run", "steps", "minutes")
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in hidden]
+    names = [name for name in names if not name.endswith((" low", " high"))]
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for row in rows:
+        lines.append(f"| {' | '.join(_cell(row, name, noise_floor) for name in names)} |")
+    return "\n".join(lines)
+
+
+def cost(runs: Sequence[Run]) -> str:
+    """What was run, on what, and for how long."""
+    finished = [run for run in runs if run.result]
+    minutes = sum(run.result["speed"]["seconds"] / run.result["speed"]["students"] for run in finished) / 60
+    tokens = sum(_tokens(run) for run in finished)
+    about = [run.environment() for run in runs]
+    devices, commits, torch = (
+        ", ".join(sorted({str(entry.get(name)) for entry in about})) for name in ("device", "commit", "torch")
+    )
+    return (
+        f"{len(finished)} finished runs of {len(runs)}, {tokens / 1e6:,.1f}M tokens, "
+        f"{minutes:.1f} minutes of {devices} (training alone); torch {torch}; commit {commits}."
+    )
+
+
+def _tokens(run: Run) -> int:
+    recipe = run.config["recipe"]
+    return recipe["steps"] * recipe["global_batch"] * recipe["sequence_length"]
+
+
+def _cell(row: Row, name: str, noise_floor: float) -> str:
+    value = row.get(name)
+    text = _number(value)
+    low, high = row.get(f"{name} low"), row.get(f"{name} high")
+    if low is not None and math.isfinite(low):
+        text += f" [{_number(low)}, {_number(high)}]"
+    if name in ("difference", "kd_loss difference") and value is not None and abs(value) <= noise_floor:
+        text += " (noise)"
+    return text
+
+
+def _number(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _write_csv(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

@@ -1,0 +1,160 @@
+"""The folder of a run. One that holds ``result.json`` is finished.
+
+config.json          group, table, student and recipe: all that decides the numbers
+environment.json     on what it was made, and by which commit
+metrics.csv.gz       a line for every step, see COLUMNS
+statistics.jsonl.gz  how the student attends while it learns, see affine_attn.distill.statistics
+result.json          losses on held-out text, statistics of the gradient norms, whether and when it diverged, speed
+model                the student, as from_pretrained reads it; too large to be kept with the rest
+"""
+
+import csv
+import dataclasses
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from affine_attn.distill.gradients import gradient_statistics
+from affine_attn.distill.shards import write_json
+from experiments.grid import Group, Student
+
+if TYPE_CHECKING:
+    from experiments.side_by_side import Learner
+
+CONFIG, ENVIRONMENT, METRICS, STATISTICS, RESULT, MODEL = (
+    "config.json", "environment.json", "metrics.csv.gz", "statistics.jsonl.gz", "result.json", "model",
+)  # fmt: skip
+# lr is the rate of the step, loss what is minimised, hard the cross-entropy on the text, grad_norm before clipping.
+COLUMNS = ("step", "lr", "loss", "hard", "grad_norm")
+# Of a recipe: where things lie and how they are run, not what comes out.
+_FREE = ("data", "teacher", "workers", "compile", "save_steps")
+
+
+def config(group: Group, student: Student) -> dict[str, Any]:
+    recipe = dataclasses.asdict(dataclasses.replace(group.recipe, learning_rate=student.learning_rate))
+    del recipe["attention"]
+    about = {"group": group.name, "table": group.table, "lengths": list(group.lengths)}
+    return about | {"student": student.to_dict(), "recipe": recipe}
+
+
+def is_finished(folder: Path, group: Group, student: Student) -> bool:
+    """A run of other settings in the same folder is refused, finished or not."""
+    if (folder / CONFIG).exists():
+        before, now = json.loads((folder / CONFIG).read_text()), config(group, student)
+        for settings in (before, now):
+            for name in _FREE:
+                del settings["recipe"][name]
+        if before != now:
+            raise ValueError(f"{folder} holds a run with other settings: give another --output, or remove it")
+    return (folder / RESULT).exists()
+
+
+def write_series(folder: Path, group: Group, learner: "Learner", environment: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, config(group, learner.student))
+    write_json(folder / ENVIRONMENT, environment)
+    lines = (",".join((str(i), *(f"{x:.7g}" for x in row))) for i, row in enumerate(learner.rows, start=1))
+    _write_gzip(folder / METRICS, (",".join(COLUMNS), *lines))
+    _write_gzip(folder / STATISTICS, (json.dumps(_rounded(row)) for row in learner.statistics))
+
+
+def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
+    model.save_pretrained(folder / MODEL)
+    if tokenizer.is_dir():
+        shutil.copytree(tokenizer, folder / MODEL, dirs_exist_ok=True)
+
+
+def write_result(
+    folder: Path,
+    group: Group,
+    learner: "Learner",
+    valid: dict[str, float | int] | None,
+    speed: dict[str, Any],
+    environment: dict[str, Any],
+) -> None:
+    """``valid`` is None for a student that diverged."""
+    norms = [row[-1] for row in learner.rows]
+    about = {"variant": learner.student.variant, "seed": group.recipe.seed, "lr": learner.student.learning_rate}
+    content = about | {"diverged_step": learner.diverged, "valid": valid}
+    gradients = gradient_statistics(norms) if norms else None
+    write_json(folder / RESULT, content | {"gradients": gradients, "speed": speed, "environment": environment})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a folder says."""
+
+    folder: Path
+    config: dict[str, Any]
+    result: dict[str, Any] | None  # None: not finished
+
+    @property
+    def variant(self) -> str:
+        return self.config["student"]["variant"]
+
+    @property
+    def rate(self) -> float:
+        return self.config["student"]["learning_rate"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["recipe"]["seed"]
+
+    @property
+    def table(self) -> str:
+        return self.config["table"]
+
+    @property
+    def valid(self) -> dict[str, float]:
+        """Losses on held-out text; none of a run that diverged or goes on."""
+        return (self.result or {}).get("valid") or {}
+
+    @property
+    def diverged_step(self) -> int | None:
+        return (self.result or {}).get("diverged_step")
+
+    def environment(self) -> dict[str, Any]:
+        return json.loads((self.folder / ENVIRONMENT).read_text())
+
+    def series(self) -> dict[str, list[float]]:
+        """Columns of metrics.csv.gz."""
+        with gzip.open(self.folder / METRICS, "rt") as file:
+            rows = list(csv.DictReader(file))
+        return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+
+    def statistics(self) -> list[dict[str, Any]]:
+        with gzip.open(self.folder / STATISTICS, "rt") as file:
+            return [json.loads(line) for line in file]
+
+
+def read_runs(root: Path) -> Iterator[Run]:
+    """Finished runs and those under way, in the order of their names."""
+    for path in sorted(root.glob(f"*/*/{CONFIG}")):
+        result = path.with_name(RESULT)
+        read = json.loads(result.read_text()) if result.exists() else None
+        yield Run(path.parent, json.loads(path.read_text()), read)
+
+
+def _write_gzip(path: Path, lines: Iterable[str]) -> None:
+    """Without a date inside: the same numbers are the same bytes."""
+    content = io.BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+    path.write_bytes(content.getvalue())
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case float():
+            return float(f"{value:.5g}")
+        case list():
+            return [_rounded(entry) for entry in value]
+        case dict():
+            return {key: _rounded(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,205 @@
+"""Tables A to D and the noise floor, from run folders. Each is a list of rows: one per run, or one per setting."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from affine_attn.distill.gradients import STEPS, gradient_statistics
+from experiments.compare import Interval, interval, paired
+from experiments.grid import BEST_RATE
+from experiments.runs import Run
+
+Row = dict[str, Any]
+BASELINE = "softmax"
+# A run that stayed finite has diverged too if its loss, over so many steps, ends so far above the lowest it had.
+SMOOTHED_STEPS, LOSS_RISE = 50, 0.5
+
+
+def table_a(runs: Iterable[Run], bigram: Row | None) -> list[Row]:
+    """Finished runs of table A, and what they are to be judged by: the teacher and a bigram."""
+    rows = [
+        _about(run) | _losses(run) | {"diverged_step": run.diverged_step} | _made(run) for run in runs if run.result
+    ]
+    valid = next((run.valid for run in runs if run.valid), None)
+    judges = []
+    if valid and "teacher_ce" in valid:
+        ce = valid["teacher_ce"]
+        judges.append({"variant": "teacher", "kd_loss": valid["entropy"], "ce": ce, "ppl": math.exp(ce)})
+    if bigram:
+        judges.append({"variant": "bigram", "ce": bigram["ce"], "ppl": bigram["ppl"]})
+    return rows + judges
+
+
+def summary_a(runs: Sequence[Run]) -> list[Row]:
+    """By variant and learning rate, each against softmax at that rate; then each at its own best rate."""
+    at = _by_setting(runs, lambda run: run.valid.get("kd"))
+    rows = [_compared(variant, rate, at, at.get((BASELINE, rate), {}), runs) for variant, rate in at]
+    best = {variant: _best_rate(variant, at) for variant, _ in at}
+    if BASELINE in best:
+        baseline = at[BASELINE, best[BASELINE]]
+        rows += [_compared(variant, rate, at, baseline, runs) | {"best": "own best"} for variant, rate in best.items()]
+    return rows
+
+
+def table_b(runs: Iterable[Run]) -> list[Row]:
+    """Gradient norms of the first steps, of every run that has done so many or has diverged before."""
+    rows = []
+    for run in runs:
+        series = run.series()
+        if not series["step"] or (len(series["step"]) < STEPS and run.diverged_step is None):
+            continue
+        found = gradient_statistics(series["grad_norm"])
+        diverged = {"diverged": has_diverged(run, series["loss"]), "diverged_step": run.diverged_step}
+        rows.append(_about(run) | found | diverged | _made(run))
+    return rows
+
+
+def summary_b(rows: Sequence[Row]) -> list[Row]:
+    """By variant and learning rate; ``ratio`` is that of the variance to softmax's, a mean of logarithms."""
+    settings = dict.fromkeys((row["variant"], row["lr"]) for row in rows)
+    logs = {
+        key: {row["seed"]: math.log(row["variance"]) for row in _of(key, rows) if row["variance"]} for key in settings
+    }
+    summary = []
+    for variant, rate in settings:
+        mine = _of((variant, rate), rows)
+        means = {
+            name: interval([row[name] for row in mine]).mean for name in ("mean", "std", "cv", "spikes_6", "spikes_9")
+        }
+        against = paired(logs[variant, rate], logs.get((BASELINE, rate), {}))
+        ratio = (
+            {} if variant == BASELINE else _interval_columns("ratio", against.difference, math.exp) | {"p": against.p}
+        )
+        diverged = f"{sum(row['diverged'] for row in mine)}/{len(mine)}"
+        variance = _interval_columns("variance", interval([row["variance"] for row in mine]))
+        summary.append(
+            {"variant": variant, "lr": rate, "n": len(mine)} | variance | means | ratio | {"diverged": diverged}
+        )
+    return summary
+
+
+def has_diverged(run: Run, loss: Sequence[float]) -> bool:
+    if run.diverged_step is not None:
+        return True
+    spans = range(0, len(loss) - SMOOTHED_STEPS + 1, SMOOTHED_STEPS)
+    means = [sum(loss[i : i + SMOOTHED_STEPS]) / SMOOTHED_STEPS for i in spans]
+    return bool(means) and means[-1] - min(means) > LOSS_RISE
+
+
+def table_c(runs: Iterable[Run]) -> list[Row]:
+    """One departure each, after the affine of table A at the same learning rate."""
+    chosen = [
+        run
+        for run in runs
+        if run.table == "c" or (run.table == "a" and run.variant == "affine" and run.rate == BEST_RATE)
+    ]
+    rows = [
+        _about(run) | _losses(run) | {"grad_variance": (run.result["gradients"] or {}).get("variance")} | _made(run)
+        for run in chosen
+        if run.result
+    ]
+    return sorted(rows, key=lambda row: (row["variant"] != "affine", row["variant"], row["seed"]))
+
+
+def table_d(runs: Iterable[Run]) -> list[Row]:
+    """Losses on held-out text at the training length and beyond; longer text is cut into other sequences."""
+    rows = []
+    for run in runs:
+        if run.table == "d" and run.result:
+            further = {name: value for name, value in run.valid.items() if name.startswith("ce_")}
+            length = run.config["recipe"]["sequence_length"]
+            rows.append(_about(run) | {f"ce_{length}": run.valid.get("ce")} | further | _made(run))
+    return rows
+
+
+def summary(rows: Sequence[Row], measures: Sequence[str], baseline: str) -> list[Row]:
+    """Of tables C and D: means and differences to the variant that is the baseline, at equal seed."""
+    found = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        row: Row = {"variant": variant, "n": sum(entry["variant"] == variant for entry in rows)}
+        for measure in measures:
+            values = {name: _seeds(rows, name, measure) for name in (variant, baseline)}
+            row |= _interval_columns(measure, interval(list(values[variant].values())))
+            if variant != baseline:
+                against = paired(values[variant], values[baseline])
+                row |= _interval_columns(f"{measure} difference", against.difference) | {f"{measure} p": against.p}
+        found.append(row)
+    return found
+
+
+def noise(runs: Sequence[Run]) -> list[Row]:
+    """The same student, seed and data order twice: what of a difference is no difference."""
+    first = {(run.variant, run.rate, run.seed): run for run in runs if run.table == "a"}
+    rows = []
+    for again in runs:
+        before = first.get((again.variant, again.rate, again.seed))
+        if again.table != "noise" or before is None or not (again.valid and before.valid):
+            continue
+        differences = {f"{name}_difference": abs(again.valid[name] - before.valid[name]) for name in ("kd", "ce")}
+        pairs = zip(again.series()["loss"], before.series()["loss"], strict=True)
+        largest = max(abs(a - b) for a, b in pairs)
+        rows.append(_about(again) | differences | {"largest_step_difference": largest} | _made(again))
+    return rows
+
+
+def _about(run: Run) -> Row:
+    return {"variant": run.variant, "seed": run.seed, "lr": run.rate}
+
+
+def _losses(run: Run) -> Row:
+    valid = run.valid
+    return {"kd_loss": valid.get("kd"), "ce": valid.get("ce"), "ppl": valid.get("ppl")}
+
+
+def _made(run: Run) -> Row:
+    """Where a number comes from and what it cost: its share of the time of its group."""
+    about, speed = run.environment(), (run.result or {}).get("speed")
+    minutes = None if speed is None else round(speed["seconds"] / speed["students"] / 60, 3)
+    origin = {name: about.get(name) for name in ("commit", "torch", "device")}
+    return {
+        "steps": run.config["recipe"]["steps"],
+        "minutes": minutes,
+        **origin,
+        "run": "/".join(run.folder.parts[-2:]),
+    }
+
+
+def _by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dict[tuple[str, float], dict[int, float]]:
+    """(variant, lr) -> seed -> value, where there is one."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for run in runs:
+        if (number := value(run)) is not None:
+            found.setdefault((run.variant, run.rate), {})[run.seed] = number
+    return found
+
+
+def _best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
+    """The lowest mean among the rates with the most seeds: others may owe theirs to the seeds they lack."""
+    rates = {rate: list(values.values()) for (name, rate), values in at.items() if name == variant}
+    most = max(len(values) for values in rates.values())
+    return min((sum(values) / most, rate) for rate, values in rates.items() if len(values) == most)[1]
+
+
+def _compared(variant: str, rate: float, at: dict, baseline: dict[int, float], runs: Iterable[Run]) -> Row:
+    values = at[variant, rate]
+    lost = sum((run.variant, run.rate) == (variant, rate) and run.diverged_step is not None for run in runs)
+    perplexities = _by_setting(runs, lambda run: run.valid.get("ppl"))[variant, rate]
+    row: Row = {"variant": variant, "lr": rate, "best": "", "n": len(values), "diverged": lost}
+    row |= _interval_columns("kd_loss", interval(list(values.values())))
+    row["ppl"] = interval(list(perplexities.values())).mean
+    if variant != BASELINE:
+        against = paired(values, baseline)
+        row |= _interval_columns("difference", against.difference) | {"p": against.p}
+    return row
+
+
+def _interval_columns(name: str, of: Interval, apply: Callable[[float], float] = float) -> Row:
+    return {name: apply(of.mean), f"{name} low": apply(of.low), f"{name} high": apply(of.high)}
+
+
+def _of(key: tuple[str, float], rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if (row["variant"], row["lr"]) == key]
+
+
+def _seeds(rows: Sequence[Row], variant: str, measure: str) -> dict[int, float]:
+    return {row["seed"]: row[measure] for row in rows if row["variant"] == variant and row.get(measure) is not None}
