@@ -1,4 +1,5 @@
-"""``affine-attn demo``: the affine paper's comparison in minutes, from text that every machine has to a table."""
+"""``affine-attn demo``: the affine paper's comparison in minutes, from text that every machine has to a table and
+a page about the students."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +7,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from affine_attn.analyze.run import FOLDER, Request, analyze_all
 from affine_attn.distill.gradients import STEPS
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import MODEL, TEACHER
 from affine_attn.distill.sweep import grid, outcome
+from affine_attn.report import write_report
 
 STUDENTS = "attention=softmax,sink,affine"
+REPORT = "report.html"
+SEQUENCES = 4  # that the students are looked at with
 # A hundredth, the default of prepare, would be four files of the standard library.
 VALID = 0.05
 # Heading, key in a row of a sweep, format.
@@ -55,11 +60,21 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
     except ValueError as error:
         # Another version of Python or of the recipe left something else there.
         raise ValueError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error
+    page = _report([output / label for label in runs if label != TEACHER], recipe, output / REPORT)
     console.print(_table(rows))
     for stopped in (row for row in rows if "stopped" in row):
         say(f"{stopped['run']}: {stopped['stopped']}")
     for line in _explanation(recipe, output):
         say(line)
+    say(f"Curves, attention maps and statistics of the students, to open in a browser: {page}")
+
+
+def _report(students: list[Path], recipe: Recipe, page: Path) -> Path:
+    """The page about the students; one that is there is made again if there is something new."""
+    trained = [student / MODEL for student in students if (student / MODEL).exists()]
+    new = [str(model) for model in trained if not (model / FOLDER).exists()]
+    analyze_all(new, Request(Path(recipe.data), recipe.sequence_length, SEQUENCES))
+    return write_report(students, page) if new or not page.exists() else page
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

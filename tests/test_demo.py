@@ -79,6 +79,15 @@ def test_students_differ_in_their_attention_alone(finished):
     assert not list((folder / "runs").glob("attention=*/teacher"))
 
 
+def test_it_ends_with_a_page_about_the_students(finished):
+    folder, text = finished
+    page = folder / "runs" / "report.html"
+    assert text.splitlines()[-1].endswith(str(page))
+    content = page.read_text()
+    assert all(run.removeprefix("attention=") in content for run in RUNS[1:])
+    assert all((folder / "runs" / run / "model" / "analysis" / "analysis.json").exists() for run in RUNS[1:])
+
+
 def test_a_rerun_trains_nothing_again(finished):
     folder, text = finished
     before = written(folder)
@@ -95,13 +104,18 @@ def test_an_interrupted_one_goes_on_to_the_same_table(finished):
     for late in ("model", "checkpoint-6"):
         shutil.rmtree(last / late)
     begun = (last / "checkpoint-3" / "trainer_state.json").stat().st_mtime_ns
-    others = {path: time for path, time in written(folder).items() if last not in path.parents}
+    page = folder / "runs" / "report.html"
+
+    def untouched():
+        return {path: time for path, time in written(folder).items() if last not in path.parents and path != page}
+
+    others = untouched()
     again = tiny_demo(folder)
     assert cells(again) == cells(text)
     assert [row["loss"] for row in metrics(last)] == [row["loss"] for row in rows]
     assert [row["tokens_per_second"] for row in metrics(last)[:3]] == [row["tokens_per_second"] for row in rows[:3]]
     assert (last / "checkpoint-3" / "trainer_state.json").stat().st_mtime_ns == begun
-    assert {path: time for path, time in written(folder).items() if last not in path.parents} == others
+    assert untouched() == others
     assert again.count("finished before, reused") == len(RUNS) - 1
 
 

@@ -27,9 +27,10 @@ LAYERS = [
     {"check"},
     {"models"},
     {"distill"},
-    {"evaluate", "demo"},
+    {"evaluate"},
     {"analyze"},
     {"report"},
+    {"demo"},
     {"cli"},
 ]
 RANK = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
