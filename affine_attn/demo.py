@@ -4,6 +4,7 @@ a page about the students."""
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,15 +23,15 @@ SEQUENCES = 4  # that the students are looked at with
 VALID = 0.05
 # Heading, key in a row of a sweep, format.
 _COLUMNS = (
-    ("kd loss", "kd", ".3f"),
-    ("hard CE", "hard", ".3f"),
-    ("valid perplexity", "valid_perplexity", ".1f"),
-    ("mean", "grad mean", ".3f"),
-    ("std", "grad std", ".3f"),
-    ("variance", "grad variance", ".4f"),
-    ("CV", "grad cv", ".3f"),
-    ("k=6", "grad spikes_6", "d"),
-    ("k=9", "grad spikes_9", "d"),
+    ("kd\nloss", "kd", ".3f"),
+    ("hard\nCE", "hard", ".3f"),
+    ("valid\nppl", "valid_perplexity", ".1f"),
+    ("grad\nmean", "grad mean", ".3f"),
+    ("\nstd", "grad std", ".3f"),
+    ("\nvariance", "grad variance", ".4f"),
+    ("\nCV", "grad cv", ".3f"),
+    ("spikes\nk=6", "grad spikes_6", "d"),
+    ("\nk=9", "grad spikes_9", "d"),
 )
 
 
@@ -78,12 +79,13 @@ def _report(students: list[Path], recipe: Recipe, page: Path) -> Path:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="the same text in the same order from the same seed")
-    table.add_column("")
+    # No lines between columns: it fits a terminal of 80.
+    table = Table(title="the same text in the same order from the same seed", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
     for heading, _, _ in _COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = (format(row[key], form) if key in row else "" for _, key, form in _COLUMNS)
+        cells = (format(row[key], form) if key in row else "-" for _, key, form in _COLUMNS)
         table.add_row(row["run"].removeprefix("attention="), *cells)
     return table
 
@@ -93,9 +95,9 @@ def _explanation(recipe: Recipe, output: Path) -> list[str]:
     teacher = output / TEACHER / MODEL
     return [
         "kd loss (cross-entropy with the teacher's probabilities, which students minimise) and hard CE (with the text) "
-        "are those of the last step, perplexity that of the held-out text.",
+        "are those of the last step, ppl, the perplexity, that of the held-out text.",
         f"mean, std, variance, CV: of the gradient norms of the first {min(recipe.steps, STEPS)} steps, not clipped, "
-        "as in the paper's Table 4. k=6, k=9: how many of them lie above median + k MAD, as in its Table 5.",
+        "as in the paper's Table 4. Spikes: how many of them lie above median + k MAD, as in its Table 5.",
         "One seed of tiny models: enough to see what is measured, not to say which attention is better.",
         "",
         f"In each folder of {output}: recipe.json, environment.json, metrics.jsonl (every step), statistics.jsonl "
