@@ -91,9 +91,10 @@ class DistillTrainer(Trainer):
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
         self._parts: tuple[Tensor, int] | None = None
+        self._bar = _Bar()
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
-            self.add_callback(_Bar)
+            self.add_callback(self._bar)
         self.metrics = Metrics(self._folder, args, self._step_tokens(), self._flops_per_token())
         self.add_callback(self.metrics)
 
@@ -118,6 +119,8 @@ class DistillTrainer(Trainer):
             last = get_last_checkpoint(str(self._folder)) if self._folder.is_dir() else None
             good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             raise type(error)(f"{error}; {good}") from error
+        finally:
+            self._bar.end()
 
     def stop(self) -> None:
         """End all ranks with a checkpoint after the next step that is logged. A signal handler may call it."""
@@ -263,3 +266,8 @@ class _Bar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in (logs or {}):
             self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
+
+    def end(self) -> None:
+        """Also of a run that fails: what is said about it begins on a line of its own."""
+        if self.training_bar is not None:
+            self.training_bar.close()
