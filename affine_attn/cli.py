@@ -20,6 +20,13 @@ app = typer.Typer(
 )
 console = Console()
 
+# Options of several commands.
+Device = Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")]
+
 
 @app.command()
 def demo() -> None:
@@ -97,7 +104,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the random numbers, with a temperature")] = 0,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    device: Device = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="constant memory: keep the first 4 and so many recent tokens")
     ] = None,
@@ -265,13 +272,9 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="only the first documents of every task or text, or sequences of shards")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
-    ] = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    dtype: Dtype = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -322,13 +325,9 @@ def eval_score(
     model: Annotated[str, typer.Argument(help="folder or hub id of the model the requests were exported for")],
     requests: Annotated[Path, typer.Argument(help="what affine-attn eval --export-requests wrote")],
     scores: Annotated[Path, typer.Argument(help="the file to write, for affine-attn eval --import-scores")],
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
-    ] = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Score exported requests on a machine that has torch and transformers, but no harness and none of its data."""
     with _one_line_errors():
@@ -372,10 +371,8 @@ def analyze(
         ),
     ] = None,
     figures: Annotated[bool, typer.Option(help="draw PNG and SVG figures, which needs matplotlib")] = True,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_output: Annotated[bool, typer.Option("--json", help="print names, folders and means as JSON")] = False,
 ) -> None:
     """Show how models attend: row sums, first token, entropy, alpha and beta per layer and head, maps, training curves.
@@ -448,7 +445,7 @@ def cache_teacher(
     batch: Annotated[int, typer.Option(min=1, help="sequences of a forward")] = 8,
     shard_tokens: Annotated[int, typer.Option(min=1, help="tokens of a file; a killed run loses one at most")] = 1
     << 22,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")] = None,
+    device: Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
 ) -> None:
     """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.

@@ -12,6 +12,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, variant
+from affine_attn.core import fused
+from affine_attn.core.call import checked_call
+from affine_attn.core.engines import decode, triton
 from affine_attn.core.rope import rotate
 from affine_attn.core.spec import decode_logit, encode_logit
 from tests.cases import SPECS
@@ -220,6 +223,21 @@ def test_a_spec_survives_pickling_and_the_operator_s_string(name):
     spec = VALUES[name]
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert decode_logit(encode_logit(spec.logit)) == spec.logit
+
+
+def test_a_logit_nobody_knows_is_never_taken_for_another(monkeypatch):
+    class Other:
+        pass
+
+    with pytest.raises(ValueError, match="Other is none of ScaleInvariant, LogN, Alibi"):
+        encode_logit(Other())
+    # As if Triton ran here: what is asked is the engines' own knowledge.
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+    q = torch.randn(1, 1, 4, 16)
+    known = checked_call(q, q, q)
+    for engine in (decode, triton):
+        assert engine.why_not(known) is None
+        assert "the Other logit" in engine.why_not(replace(known, logit=Other()))
 
 
 def test_specs_are_hashable_values():

@@ -82,6 +82,11 @@ class Alibi:
 Logit = ScaleInvariant | LogN | Alibi
 
 _LOGITS: dict[str, type] = {"scale_invariant": ScaleInvariant, "logn": LogN, "alibi": Alibi}
+# Name and type of each parameter, looked up once: a compiler traces encode_logit and does not know dataclasses.
+_PARAMETERS = {
+    name: tuple((field.name, type(field.default)) for field in dataclasses.fields(kind))
+    for name, kind in _LOGITS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -154,19 +159,19 @@ class AttentionSpec:
 
 def encode_logit(logit: Logit | None) -> str:
     """One string for a logit: custom operators take strings, not objects."""
-    # Dynamo traces this and knows neither json nor dataclasses: plain names and numbers.
     if logit is None:
         return ""
-    if isinstance(logit, ScaleInvariant):
-        return f"scale_invariant {logit.tau}"
-    return f"logn {logit.length}" if isinstance(logit, LogN) else "alibi"
+    for name, kind in _LOGITS.items():
+        if type(logit) is kind:
+            return " ".join([name, *(str(getattr(logit, parameter)) for parameter, _ in _PARAMETERS[name])])
+    raise ValueError(f"the logit {type(logit).__name__} is none of {_names()}")
 
 
 def decode_logit(text: str) -> Logit | None:
-    kind, _, argument = text.partition(" ")
-    if kind == "scale_invariant":
-        return ScaleInvariant(float(argument))
-    return LogN(int(argument)) if kind == "logn" else Alibi() if kind else None
+    if not text:
+        return None
+    name, *values = text.split(" ")
+    return _LOGITS[name](*(kind(value) for (_, kind), value in zip(_PARAMETERS[name], values, strict=True)))
 
 
 def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:

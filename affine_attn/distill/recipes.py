@@ -80,7 +80,7 @@ class Recipe:
     seed: int = _ours(0)
     dtype: Literal["float32", "bfloat16"] = _ours("bfloat16")  # of the arithmetic; the student's weights are float32
     gradient_checkpointing: bool = _ours(False)
-    compile: bool = _ours(True)  # decoder layers through torch.compile: a minute at the start, steps faster by half
+    compile: bool = _ours(True)  # decoder layers through torch.compile, at the price of a slow start
     valid_sequences: int = _ours(256)  # of the held-out text, at most; 0: no validation
     valid_steps: int = _ours(0)  # steps between validations; 0: only at the end
     statistics_steps: int = _ours(100)  # steps between lines of statistics.jsonl; 0: no such file

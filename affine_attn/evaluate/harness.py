@@ -1,7 +1,6 @@
 """Models as lm-evaluation-harness calls them, and the metrics it computes from their answers."""
 
 import contextlib
-import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from affine_attn.evaluate.perplexity import bits, perplexity
 from affine_attn.evaluate.score import Pair, Score, batch_rows, checked_batch_size
+from affine_attn.evaluate.tasks import quiet
 
 # For which the harness has no standard error.
 _PER_UNIT = {"word_perplexity": perplexity, "byte_perplexity": perplexity, "bits_per_byte": bits}
@@ -34,7 +34,7 @@ class BatchedLM(_HFLM):
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a begin nor an end token, which an empty context needs")
         batch_size = checked_batch_size(model.config, batch_size)
-        with _quiet_construction():
+        with quiet("lm_eval.models.huggingface"):
             super().__init__(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -153,15 +153,3 @@ def _rolling_metrics(lm: BatchedLM, metrics: dict[str, Any], samples: list[dict[
         units = [sample[name][1] for sample in samples]
         added[name] = {"value": metrics[name]["value"], "stderr": _PER_UNIT[name](losses, units)["stderr"]}
     return added
-
-
-@contextlib.contextmanager
-def _quiet_construction():
-    """HFLM warns of a model that is handed over, which is the way here."""
-    logger = logging.getLogger("lm_eval.models.huggingface")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

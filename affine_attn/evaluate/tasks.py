@@ -105,7 +105,7 @@ class Task:
         return {"task": self.name, "data": digests or "hub", "lm_eval": harness_version()}
 
     def load(self) -> ConfigurableTask:
-        with _quiet("lm_eval.api.task"):
+        with quiet("lm_eval.api.task"):
             if self.files:
                 return self._load_local()
             try:
@@ -166,7 +166,7 @@ def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "lm_eval ls tasks lists them"
         raise ValueError(f"lm-evaluation-harness has no task {name!r}; {hint} (groups are given by their tasks)")
-    with _quiet("lm_eval.tasks"):
+    with quiet("lm_eval.tasks"):
         manager = lm_eval.tasks.TaskManager(include_path=str(known[name].parent), include_defaults=False)
     config = manager.task_index[name].cfg or {}
     files = data.splits(name, config) if data else {}
@@ -205,8 +205,8 @@ def _load(folder: Path, name: str) -> ConfigurableTask:
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Without the harness's advice on settings that its own task files leave open."""
+def quiet(logger: str) -> Iterator[None]:
+    """Without the harness's advice: on settings its own task files leave open, on models that are handed over."""
     chosen = logging.getLogger(logger)
     before = chosen.level
     chosen.setLevel(logging.ERROR)

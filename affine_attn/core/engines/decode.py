@@ -41,6 +41,8 @@ def why_not(call: Call) -> str | None:
         return f"it takes 1 to {MAX_QUERIES} queries, not {call.tq}"
     if call.tk == 0 or (call.mask.lengths is None and call.tq > call.tk):
         return "it needs a key for every query"
+    if type(call.logit) not in _LOGITS:
+        return f"its kernel does not know the {type(call.logit).__name__} logit"
     if isinstance(call.logit, Alibi) and not call.mask.causal:
         return "its distance logits are causal"
     return None

@@ -73,6 +73,7 @@ CONFIGS = {
         256: Config(128, 64, num_warps=8, num_stages=2),
     },
 }
+_LOGITS = {type(None): PLAIN, ScaleInvariant: SCALE_INVARIANT, Alibi: ALIBI}
 # fp32 inputs use exact fp32 products on the plain cores: small tiles, correctness only.
 CONFIG_FP32 = Config(32, 32, num_warps=4, num_stages=1)
 
@@ -97,6 +98,8 @@ def why_not_statistics(call: Call) -> str | None:
         return "its distance logits are causal"
     if isinstance(call.logit, LogN):
         return "LogN scales q, which would be rounded again"
+    if type(call.logit) not in _LOGITS:
+        return f"its kernels do not know the {type(call.logit).__name__} logit"
     if call.q.shape[-1] < 16:
         return f"its kernels need a head_dim of at least 16, not {call.q.shape[-1]}"
     if 0 in (call.tk, call.tq, call.q.shape[0]):
@@ -151,8 +154,7 @@ class Launch:
         self.programs, self.kv_programs = batch * self.heads, batch * self.kv_heads
         mask, logit = call.mask, call.logit
         self.device = call.q.device
-        kinds = {ScaleInvariant: SCALE_INVARIANT, Alibi: ALIBI, type(None): PLAIN}
-        self.logit = kinds[type(logit)]
+        self.logit = _LOGITS[type(logit)]
         self.tau = logit.tau if isinstance(logit, ScaleInvariant) else 1.0
         self.window = mask.window if mask.window is not None and mask.window < self.keys else None
         self.documents = None if mask.documents is None else mask.documents.contiguous()
