@@ -85,9 +85,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _bigram(arguments: argparse.Namespace) -> int:
     from affine_attn.distill.shards import write_json
     from experiments.bigram import bigram
-    from experiments.grid import LENGTH
+    from experiments.grid import base_recipe
 
-    found = bigram(arguments.data, LENGTH)
+    recipe = base_recipe(arguments.data, teacher="")
+    found = bigram(recipe.data, recipe.sequence_length, recipe.documents)
     RESULTS.mkdir(exist_ok=True)
     write_json(RESULTS / "bigram.json", found)
     print(found)

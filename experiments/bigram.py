@@ -12,9 +12,9 @@ import numpy as np
 from affine_attn.distill.shards import IGNORED, TokenShards
 
 
-def bigram(data: str, sequence_length: int) -> dict[str, Any]:
-    """Its ``ce`` and ``ppl`` on the tokens that students are validated on: those held out, documents kept apart."""
-    train, valid = (TokenShards(data, sequence_length, split) for split in ("train", "valid"))
+def bigram(data: str, sequence_length: int, documents: bool) -> dict[str, Any]:
+    """Its ``ce`` and ``ppl`` on the held-out tokens that students of these settings are validated on."""
+    train, valid = (TokenShards(data, sequence_length, split, documents) for split in ("train", "valid"))
     vocabulary = train.manifest["vocab_size"]
     first, second = _pairs(train)
     keys, counts = np.unique(first * vocabulary + second, return_counts=True)
@@ -34,7 +34,7 @@ def bigram(data: str, sequence_length: int) -> dict[str, Any]:
 
 
 def _pairs(text: TokenShards) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and those that follow them in the same document."""
+    """Tokens and those that follow them and are to be predicted."""
     parts = []
     for i in range(len(text)):
         item = text[i]

@@ -30,6 +30,7 @@ from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.models.statistics import collect_statistics, evaluating
 from experiments import runs
 from experiments.grid import Group, Student
+from experiments.replay import Replay
 
 # Steps between two looks at the clock and at what was measured, for which the host waits.
 LOOK_STEPS = 10
@@ -50,9 +51,9 @@ class Learner:
                 nn.init.zeros_(gate.w_a)
         if recipe.compile:
             compile_layers(self.model)
-        self.optimizer = _optimizer(self.model, recipe, student.learning_rate)
+        self.optimizer = _optimizer(self.model, recipe, torch.tensor(student.learning_rate, device=device))
         track_alpha(self.model, self.optimizer)
-        self.schedule = get_scheduler(
+        self.schedule: Any = get_scheduler(
             "warmup_stable_decay",
             self.optimizer,
             recipe.warmup_steps,
@@ -63,18 +64,30 @@ class Learner:
         self.statistics: list[dict[str, Any]] = []
         self.diverged: int | None = None  # the first step with a loss or a gradient that is not finite
         self._measured: list[tuple[float, Tensor]] = []
+        self._replay = Replay()
 
     def step(self, batch: dict[str, Tensor], target: Teacher | None) -> None:
         """One optimizer step. Nothing waits for its numbers."""
-        rate = float(self.schedule.get_last_lr()[0])
+        # Not read from the optimizer, whose rate lies on the device.
+        rate = self.student.learning_rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        inputs = [*batch.values(), *(() if target is None else (target.hidden,))]
+
+        def advance(*inputs: Tensor) -> Tensor:
+            asked = None if target is None else target._replace(hidden=inputs[-1])
+            return self._advance(dict(zip(batch, inputs, strict=False)), asked)
+
+        self._measured.append((rate, self._replay(advance, inputs)))
+        self.schedule.step()
+
+    def _advance(self, batch: dict[str, Tensor], target: Teacher | None) -> Tensor:
+        """Loss, hard loss and gradient norm of the step it takes, all of it on the device."""
         loss = _loss(self.model, batch, target, self.recipe)
         loss.loss.backward()
         most = self.recipe.max_grad_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
         self.optimizer.step()
-        self.schedule.step()
         self.optimizer.zero_grad()
-        self._measured.append((rate, torch.stack((loss.loss.detach(), loss.hard, norm)).float()))
+        return torch.stack((loss.loss.detach(), loss.hard, norm)).float()
 
     def look(self) -> None:
         """Take over what the steps since the last look have measured."""
@@ -222,13 +235,15 @@ def _loss(
         )
 
 
-def _optimizer(model: nn.Module, recipe: Recipe, rate: float) -> torch.optim.Optimizer:
-    """AdamW as Trainer sets it up: norms and biases do not decay."""
+def _optimizer(model: nn.Module, recipe: Recipe, rate: Tensor) -> torch.optim.Optimizer:
+    """AdamW as Trainer sets it up: norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads anew
+    at every step."""
     parts: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
     for name, parameter in model.named_parameters():
         parts[0.0 if "norm" in name or "bias" in name else recipe.weight_decay].append(parameter)
     entries = [{"params": parameters, "weight_decay": decay} for decay, parameters in parts.items()]
-    return torch.optim.AdamW(entries, rate, betas=(recipe.beta1, recipe.beta2), fused=True)
+    betas = (recipe.beta1, recipe.beta2)
+    return torch.optim.AdamW(entries, rate, betas=betas, fused=True, capturable=rate.is_cuda)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -292,7 +307,7 @@ def _save(path: Path, learners: Sequence[Learner], seconds: float, speeds: list[
 def _resume(path: Path, learners: Sequence[Learner]) -> tuple[float, list[float], int]:
     if not path.exists():
         return 0.0, [], 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location=learners[0].model.device, weights_only=True)
     names = [learner.student.name for learner in learners]
     if sorted(state["students"]) != sorted(names):
         raise ValueError(

@@ -97,7 +97,7 @@ def test_decay_is_the_trainers(data, tmp_path):
         AffineAttnForCausalLM(config), training_arguments(chosen, tmp_path), TokenShards(data, LENGTH)
     )
     model = AffineAttnForCausalLM(config)
-    ours = side_by_side._optimizer(model, chosen, 1e-3)
+    ours = side_by_side._optimizer(model, chosen, torch.tensor(1e-3))
     decays = {id(p): entry["weight_decay"] for entry in ours.param_groups for p in entry["params"]}
     theirs_by_name = {
         id(p): entry["weight_decay"] for entry in theirs.create_optimizer().param_groups for p in entry["params"]
@@ -209,7 +209,7 @@ def test_bigram(tmp_path):
         parts[split] = writer.commit()
     manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
     shards.write_json(tmp_path / shards.MANIFEST, manifest)
-    found = bigram(str(tmp_path), LENGTH)
+    found = bigram(str(tmp_path), LENGTH, documents=True)
     pairs = {}
     for split in ("train", "valid"):
         text = TokenShards(tmp_path, LENGTH, split)
