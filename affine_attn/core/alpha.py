@@ -27,6 +27,8 @@ _PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clippin
 
 
 _HALF = (torch.bfloat16, torch.float16)
+# Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
+_FEW_TOKENS = 64
 
 
 def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
@@ -38,8 +40,11 @@ def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x, w = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (x, w))
     with torch.autocast(x.device.type, enabled=False):
-        if x.is_cuda and x.dtype == w.dtype in _HALF and not hasattr(w, "full_tensor"):
-            return _WideLinear.apply(x, w)
+        if x.is_cuda and not hasattr(w, "full_tensor"):
+            if x.shape[0] * x.shape[1] <= _FEW_TOKENS:
+                return (x.float()[..., None, :] * w.float()).sum(-1)
+            if x.dtype == w.dtype in _HALF:
+                return _WideLinear.apply(x, w)
         return F.linear(x.float(), w.float())
 
 
