@@ -1,4 +1,4 @@
-"""Experiments: python -m experiments {prepare,run,bigram,tables} --help"""
+"""Experiments: python -m experiments {prepare,run,bigram,tables,page} --help"""
 
 import argparse
 import sys
@@ -38,6 +38,11 @@ def main() -> int:
     tables = commands.add_parser("tables", help="rewrite tables, figures and docs/reproduction.md from run folders")
     tables.add_argument("--runs", type=Path, default=RESULTS / "runs")
     tables.set_defaults(command=_tables)
+
+    page = commands.add_parser("page", help="the report page of affine-attn report, of the runs that were analysed")
+    page.add_argument("--runs", type=Path, default=RESULTS / "runs")
+    page.add_argument("--output", type=Path, default=Path("report.html"))
+    page.set_defaults(command=_page)
 
     arguments = parser.parse_args()
     try:
@@ -100,6 +105,15 @@ def _tables(arguments: argparse.Namespace) -> int:
 
     for path in write_report(arguments.runs, RESULTS):
         print(path)
+    return 0
+
+
+def _page(arguments: argparse.Namespace) -> int:
+    from experiments import page
+    from experiments.runs import read_runs
+
+    page.write(read_runs(arguments.runs), arguments.output)
+    print(arguments.output)
     return 0
 
 

@@ -56,6 +56,10 @@ class Group:
     students: tuple[Student, ...]
     lengths: tuple[int, ...]
 
+    def is_analysed(self, student: Student) -> bool:
+        """Figures compare students of one seed at one rate."""
+        return self.recipe.seed == SEEDS[0] and student.learning_rate == BEST_RATE and self.table != "noise"
+
     def __post_init__(self) -> None:
         if len({student.name for student in self.students}) < len(self.students):
             raise ValueError(f"{self.name}: two students have the same name, so they would share a folder")

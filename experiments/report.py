@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import rewrite
-from experiments import figures, tables
+from experiments import figures, page, tables
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
@@ -46,6 +46,7 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterat
     document.write_text(rewrite(document.read_text(), parts))
     yield document
     yield from figures.draw(of_a, results)
+    yield from page.draw(runs, results / "figures")
 
 
 def markdown(rows: Sequence[Row], noise_floor: float) -> str:

@@ -5,6 +5,7 @@ environment.json     on what it was made, and by which commit
 metrics.csv.gz       a line for every step, see COLUMNS
 statistics.jsonl.gz  how the student attends while it learns, see affine_attn.distill.statistics
 result.json          losses on held-out text, statistics of the gradient norms, whether and when it diverged, speed
+analysis             how the finished student attends, as affine-attn analyze has it; of some students only
 model                the student, as from_pretrained reads it; too large to be kept with the rest
 """
 
@@ -20,7 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from affine_attn.analyze import files
+from affine_attn.analyze.run import FOLDER as ANALYSIS
+from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.gradients import gradient_statistics
+from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import write_json
 from experiments.grid import Group, Student
 
@@ -68,6 +73,12 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
     model.save_pretrained(folder / MODEL)
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, folder / MODEL, dirs_exist_ok=True)
+
+
+def write_analysis(folder: Path, recipe: Recipe, layers: int) -> None:
+    """Of the model in the folder. Maps of the first, a middle and the last layer: those of all would be too large."""
+    request = Request(Path(recipe.data), recipe.sequence_length, layers=(0, layers // 2, layers - 1))
+    files.write(folder / ANALYSIS, analyze(Target(folder.name, str(folder / MODEL), None), request))
 
 
 def write_result(
@@ -127,6 +138,10 @@ class Run:
         with gzip.open(self.folder / METRICS, "rt") as file:
             rows = list(csv.DictReader(file))
         return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+
+    def analysis(self) -> files.Analysis | None:
+        place = self.folder / ANALYSIS
+        return files.read(place) if place.exists() else None
 
     def statistics(self) -> list[dict[str, Any]]:
         with gzip.open(self.folder / STATISTICS, "rt") as file:

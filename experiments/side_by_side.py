@@ -168,6 +168,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         runs.write_series(own, group, learner, environment)
         if learner.diverged is None:
             runs.write_model(own, learner.model, text.tokenizer)
+            if group.is_analysed(learner.student):
+                runs.write_analysis(own, recipe, learner.model.config.num_hidden_layers)
         # Last: a folder with a result is a finished run.
         runs.write_result(own, group, learner, valid.get(learner.student.name), speed, environment)
     (folder / _CHECKPOINT).unlink(missing_ok=True)

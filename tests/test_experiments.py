@@ -19,7 +19,7 @@ from affine_attn.distill import shards
 from affine_attn.distill.run import run as distill
 from affine_attn.distill.shards import TokenShards
 from affine_attn.models import AffineAttnForCausalLM, preset
-from experiments import carry_out, compare, grid, report, runs, side_by_side, tables
+from experiments import carry_out, compare, grid, page, report, runs, side_by_side, tables
 from experiments.bigram import bigram
 from experiments.data import prepare_split
 from experiments.plan import plan
@@ -145,6 +145,30 @@ def test_a_student_that_diverges_leaves_the_others(recipe, tmp_path):
     assert not lost.valid
     assert tables.has_diverged(lost, lost.series()["loss"])
     assert not (lost.folder / runs.MODEL).exists()
+
+
+def test_figures_and_page_of_the_first_seed(recipe, tmp_path):
+    """Students of one seed and rate are analysed, and shown by the figures and the page of affine-attn report."""
+    short = replace(recipe, steps=12, seed=grid.SEEDS[0])
+    group = a_group(short, "affine", "softmax", rate=grid.BEST_RATE)
+    other = grid.Student(variant="softmax", attention=AttentionSpec(), learning_rate=1e-2)
+    found = trained(replace(group, students=(*group.students, other)), tmp_path / "runs")
+    assert {name for name, run in found.items() if run.analysis()} == {"affine-0.003", "softmax-0.003"}
+    shown = page.pictured(found.values())
+    assert [run.name for run in shown] == ["softmax", "affine"]
+    assert shown[1].analysis.content["map"]["layers"] == [0, 1]
+    assert [row["loss"] for row in shown[1].metrics] == found["affine-0.003"].series()["loss"]
+    assert shown[1].result["valid_loss"] == found["affine-0.003"].valid["kd"]
+    drawn = {path.name for path in page.draw(found.values(), tmp_path / "figures")}
+    # Figures 2 to 10 of the paper.
+    for name in ("logits", "row_sums", "first_token", "heads_row_sum", "entropy", "loss", "gradient_norm", "late_loss"):
+        assert f"{name}.svg" in drawn
+    page.write(found.values(), tmp_path / "page.html")
+    assert "softmax" in (tmp_path / "page.html").read_text()
+    with pytest.raises(ValueError, match="no run of table A was analysed"):
+        page.write([found["softmax-0.01"]], tmp_path / "page.html")
+    elsewhere = replace(group, recipe=replace(short, seed=grid.SEEDS[1]))
+    assert not any(map(elsewhere.is_analysed, elsewhere.students))
 
 
 def test_options_of_a_student(recipe, tmp_path):

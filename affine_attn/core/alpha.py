@@ -28,7 +28,7 @@ _PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clippin
 
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
-_FEW_TOKENS = 64
+_FEW_TOKENS = 8
 
 
 def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
