@@ -1,9 +1,14 @@
-"""Experiments: python -m experiments {prepare,run,bigram,tables,page} --help"""
+"""Experiments: python -m experiments {prepare,run,bigram,questions,answer,count,tables,page} --help"""
 
 import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from affine_attn.evaluate.run import Request
+    from experiments.grid import Group
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
@@ -34,6 +39,21 @@ def main() -> int:
     bigram = commands.add_parser("bigram", help="a bigram's perplexity on the held-out text, for table A")
     bigram.add_argument("--data", required=True, help="a folder of shards")
     bigram.set_defaults(command=_bigram)
+
+    asked = argparse.ArgumentParser(add_help=False)
+    asked.add_argument("--questions", type=Path, default=Path("questions.jsonl.gz"))
+    harness = argparse.ArgumentParser(add_help=False)
+    harness.add_argument("--data", required=True, help="a folder of shards, for their tokenizer")
+    harness.add_argument("--sets", nargs="*", default=[], help="local copies of the tasks, as affine-attn eval --data")
+    harness.add_argument("--limit", type=int, default=1000, help="documents of a task (default: %(default)s)")
+    questions = commands.add_parser("questions", parents=[asked, harness], help="write those of the zero-shot tasks")
+    questions.set_defaults(command=_questions)
+    answer = commands.add_parser("answer", parents=[asked], help="let the models of table A answer them")
+    answer.add_argument("--runs", type=Path, default=Path("runs/experiments"))
+    answer.set_defaults(command=_answer)
+    count = commands.add_parser("count", parents=[asked, harness], help="make accuracies of the answers")
+    count.add_argument("--runs", type=Path, default=RESULTS / "runs")
+    count.set_defaults(command=_count)
 
     tables = commands.add_parser("tables", help="rewrite tables, figures and docs/reproduction.md from run folders")
     tables.add_argument("--runs", type=Path, default=RESULTS / "runs")
@@ -98,6 +118,44 @@ def _bigram(arguments: argparse.Namespace) -> int:
     write_json(RESULTS / "bigram.json", found)
     print(found)
     return 0
+
+
+def _questions(arguments: argparse.Namespace) -> int:
+    from experiments import zero_shot
+
+    group, request = _harness(arguments)
+    print(f"{arguments.questions}: {zero_shot.write_questions(group, request, arguments.questions)} requests")
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    from experiments import zero_shot
+    from experiments.grid import BEST_RATE
+    from experiments.runs import read_runs
+
+    chosen = (run for run in read_runs(arguments.runs) if run.table == "a" and run.rate == BEST_RATE)
+    for path in zero_shot.answer(chosen, arguments.questions):
+        print(path, flush=True)
+    return 0
+
+
+def _count(arguments: argparse.Namespace) -> int:
+    from experiments import zero_shot
+    from experiments.runs import read_runs
+
+    group, request = _harness(arguments)
+    for path in zero_shot.count(read_runs(arguments.runs), group, request, arguments.questions):
+        print(path, flush=True)
+    return 0
+
+
+def _harness(arguments: argparse.Namespace) -> "tuple[Group, Request]":
+    """A group whose students the questions are for, and what affine-attn eval is asked for."""
+    from affine_attn.evaluate.run import Request
+    from experiments.grid import base_recipe, groups
+
+    group = groups(base_recipe(arguments.data, teacher=""))[0]
+    return group, Request(data=arguments.sets, limit=arguments.limit)
 
 
 def _tables(arguments: argparse.Namespace) -> int:

@@ -45,6 +45,6 @@ def _reported(run: Run) -> Reported:
         environment=run.environment(),
         result=rows[-1] | held_out | {"gradients": result["gradients"]},
         finished=True,
-        evaluations=[],
+        evaluations=run.evaluations(),
         analysis=run.analysis(),
     )

@@ -42,6 +42,8 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterat
     parts = {name: markdown(rows, limit) or "Nothing has been run yet." for name, rows in summaries.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges, limit)) if part)
+    # Its differences are of accuracies, which the noise floor of losses says nothing about.
+    parts["zero_shot"] = markdown(tables.zero_shot(of_a), math.nan) or "Nothing has been run yet."
     parts["runs"] = cost(runs)
     document.write_text(rewrite(document.read_text(), parts))
     yield document

@@ -6,6 +6,8 @@ metrics.csv.gz       a line for every step, see COLUMNS
 statistics.jsonl.gz  how the student attends while it learns, see affine_attn.distill.statistics
 result.json          losses on held-out text, statistics of the gradient norms, whether and when it diverged, speed
 analysis             how the finished student attends, as affine-attn analyze has it; of some students only
+answers.json.gz      to the questions of zero_shot; of some students only
+evaluation           what was made of them, as affine-attn eval has it
 model                the student, as from_pretrained reads it; too large to be kept with the rest
 """
 
@@ -27,6 +29,7 @@ from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import write_json
+from affine_attn.evaluate.results import FOLDER as EVALUATION
 from experiments.grid import Group, Student
 
 if TYPE_CHECKING:
@@ -65,8 +68,8 @@ def write_series(folder: Path, group: Group, learner: "Learner", environment: di
     write_json(folder / CONFIG, config(group, learner.student))
     write_json(folder / ENVIRONMENT, environment)
     lines = (",".join((str(i), *(f"{x:.7g}" for x in row))) for i, row in enumerate(learner.rows, start=1))
-    _write_gzip(folder / METRICS, (",".join(COLUMNS), *lines))
-    _write_gzip(folder / STATISTICS, (json.dumps(_rounded(row)) for row in learner.statistics))
+    write_gzip(folder / METRICS, (",".join(COLUMNS), *lines))
+    write_gzip(folder / STATISTICS, (json.dumps(_rounded(row)) for row in learner.statistics))
 
 
 def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
@@ -139,6 +142,9 @@ class Run:
             rows = list(csv.DictReader(file))
         return {name: [float(row[name]) for row in rows] for name in COLUMNS}
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.folder / EVALUATION).glob("*.json"))]
+
     def analysis(self) -> files.Analysis | None:
         place = self.folder / ANALYSIS
         return files.read(place) if place.exists() else None
@@ -156,7 +162,7 @@ def read_runs(root: Path) -> Iterator[Run]:
         yield Run(path.parent, json.loads(path.read_text()), read)
 
 
-def _write_gzip(path: Path, lines: Iterable[str]) -> None:
+def write_gzip(path: Path, lines: Iterable[str]) -> None:
     """Without a date inside: the same numbers are the same bytes."""
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as file:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from affine_attn.distill.gradients import STEPS, gradient_statistics
+from affine_attn.evaluate.results import TABLE_1, accuracy, average
 from experiments.compare import Interval, interval, paired
 from experiments.grid import BEST_RATE
 from experiments.runs import Run
@@ -18,7 +19,9 @@ SMOOTHED_STEPS, LOSS_RISE = 50, 0.5
 def table_a(runs: Iterable[Run], bigram: Row | None) -> list[Row]:
     """Finished runs of table A, and what they are to be judged by: the teacher and a bigram."""
     rows = [
-        _about(run) | _losses(run) | {"diverged_step": run.diverged_step} | _made(run) for run in runs if run.result
+        _about(run) | _losses(run) | accuracies(run) | {"diverged_step": run.diverged_step} | _made(run)
+        for run in runs
+        if run.result
     ]
     valid = next((run.valid for run in runs if run.valid), None)
     judges = []
@@ -38,6 +41,24 @@ def summary_a(runs: Sequence[Run]) -> list[Row]:
     if BASELINE in best:
         baseline = at[BASELINE, best[BASELINE]]
         rows += [_compared(variant, rate, at, baseline, runs) | {"best": "own best"} for variant, rate in best.items()]
+    return rows
+
+
+def zero_shot(runs: Sequence[Run]) -> list[Row]:
+    """Means over seeds by variant and learning rate, of the runs that were asked, and the paired difference of the mean
+    accuracy to softmax's."""
+    asked = {run.folder: found for run in runs if (found := accuracies(run))}
+    at = _by_setting(runs, lambda run: asked.get(run.folder, {}).get("accuracy"))
+    rows = []
+    for variant, rate in at:
+        mine = [asked[run.folder] for run in runs if (run.variant, run.rate) == (variant, rate) and run.folder in asked]
+        row: Row = {"variant": variant, "lr": rate, "n": len(mine)}
+        row |= {task: interval([found[task] for found in mine]).mean for task in TABLE_1}
+        row |= _interval_columns("accuracy", interval([found["accuracy"] for found in mine]))
+        if variant != BASELINE:
+            against = paired(at[variant, rate], at.get((BASELINE, rate), {}))
+            row |= _interval_columns("difference", against.difference) | {"p": against.p}
+        rows.append(row)
     return rows
 
 
@@ -144,6 +165,15 @@ def noise(runs: Sequence[Run]) -> list[Row]:
 
 def _about(run: Run) -> Row:
     return {"variant": run.variant, "seed": run.seed, "lr": run.rate}
+
+
+def accuracies(run: Run) -> Row:
+    """Of the six zero-shot tasks and their mean, as affine-attn eval counts; empty for a run that was not asked."""
+    results = {result["name"]: result for result in run.evaluations()}
+    mean = average(results)
+    if mean is None:
+        return {}
+    return {task: accuracy(results[task])["value"] for task in TABLE_1} | {"accuracy": mean["value"]}
 
 
 def _losses(run: Run) -> Row:

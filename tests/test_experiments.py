@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,11 +19,15 @@ from affine_attn.core.variants import variant
 from affine_attn.distill import shards
 from affine_attn.distill.run import run as distill
 from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.tokenizer import train_tokenizer
+from affine_attn.evaluate.results import Subject
+from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.models import AffineAttnForCausalLM, preset
-from experiments import carry_out, compare, grid, page, report, runs, side_by_side, tables
+from experiments import carry_out, compare, grid, page, report, runs, side_by_side, tables, zero_shot
 from experiments.bigram import bigram
 from experiments.data import prepare_split
 from experiments.plan import plan
+from tests.evaluation_sets import DOCUMENTS, TEXTS, write_sets
 from tests.tiny_runs import LENGTH, VOCAB, counting_shards, metrics, tiny
 
 ENVIRONMENT = {"commit": "0" * 40, "torch": "x", "device": "y"}
@@ -171,6 +176,39 @@ def test_figures_and_page_of_the_first_seed(recipe, tmp_path):
     assert not any(map(elsewhere.is_analysed, elsewhere.students))
 
 
+def test_zero_shot_answers_are_counted_as_if_the_model_were_here(recipe, data, tmp_path, monkeypatch):
+    """Questions, answers and counting, in three places, give what affine-attn eval gives in one."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sets, own = write_sets(tmp_path / "sets"), shutil.copytree(data, tmp_path / "shards")
+    tokenizer, vocabulary = own / shards.TOKENIZER, 300
+    train_tokenizer([json.dumps(DOCUMENTS), *TEXTS], vocabulary, tokenizer)
+    group = a_group(replace(recipe, data=str(own), vocab_size=vocabulary), "softmax", "affine")
+    for student in group.students:
+        folder = tmp_path / "runs" / group.name / student.name
+        folder.mkdir(parents=True)
+        shards.write_json(folder / runs.CONFIG, runs.config(group, student))
+        runs.write_model(folder, AffineAttnForCausalLM(student.config(group.recipe)), tokenizer)
+    found, request = list(runs.read_runs(tmp_path / "runs")), Request(data=[str(sets)], limit=2)
+    questions = tmp_path / "questions.jsonl.gz"
+    assert zero_shot.write_questions(group, request, questions) > 20
+    assert len(list(zero_shot.answer(found, questions))) == 2
+    assert not list(zero_shot.answer(found, questions)), "what is answered is not asked again"
+    for run in found:
+        assert list(zero_shot.count([run], group, request, questions))
+    run = found[0]
+    expected = evaluate(Subject(str(run.folder / runs.MODEL)), request, tmp_path / "here")
+    got = {result["name"]: result["metrics"] for result in run.evaluations()}
+    assert got == {result["name"]: result["metrics"] for result in expected["results"]}
+    assert tables.accuracies(run)["accuracy"] == pytest.approx(expected["average"]["value"])
+    summary = tables.zero_shot(found)
+    assert [(row["variant"], row["n"]) for row in summary] == [("affine", 1), ("softmax", 1)]
+    other = tmp_path / "other.jsonl.gz"
+    zero_shot.write_questions(group, replace(request, limit=1), other)
+    with pytest.raises(ValueError, match="other questions"):
+        list(zero_shot.count(found, group, request, other))
+
+
 def test_options_of_a_student(recipe, tmp_path):
     """W_a at zero, no rotation, norms, longer text: each reaches the model and its validation."""
     spec = AttentionSpec(affine=Affine(length=LENGTH, beta=False))
@@ -204,7 +242,7 @@ def test_the_grid_and_its_plan(data, teacher, tmp_path):
             assert {("a", name, rate, seed) for seed in (1, 2, 3)} <= runs_of
     assert {("a", name, 3e-3, seed) for name in NAMES for seed in (4, 5)} <= runs_of
     # The comparisons that matter most come first.
-    assert [group.name for group in groups[:3]] == ["a-core-seed1", "a-core-seed2", "a-core-seed3"]
+    assert [group.name for group in groups[:4]] == ["a-core-seed1", "a-others-seed1", "a-seed2", "a-seed3"]
     for group in groups:
         for student in group.students:
             assert student.config(group.recipe).spec(0) == student.attention

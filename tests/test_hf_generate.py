@@ -117,7 +117,7 @@ def test_inputs_embeds_start_a_generation():
 def test_caches_on_the_gpu(cache):
     model = tiny_model("affine").cuda()
     tokens, mask = (x.cuda() for x in left_padded())
-    # transformers compiles decoding by itself; the streams of an offloaded static cache crash the compiler of torch 2.11.
+    # transformers compiles decoding by itself, and torch 2.11 crashes on the streams of an offloaded static cache.
     alone = {"disable_compile": cache == "offloaded_static"}
     with_cache = greedy(model, tokens, mask, cache_implementation=cache, **alone)
     assert torch.equal(with_cache, greedy(model, tokens, mask, use_cache=False))

@@ -95,17 +95,19 @@ def _score_batch(model: PreTrainedModel, pairs: list[Pair]) -> list[Score]:
     inputs = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True).to(model.device)
     network: Any = model
     logits: Tensor = network(inputs, use_cache=False).logits
-    return [
+    scored = [
         _score_row(row, len(pair.continuation), given) for row, pair, given in zip(rows, pairs, logits, strict=True)
     ]
+    # The host waits once for all rows.
+    log_likelihoods, greedy = (torch.stack(column).tolist() for column in zip(*scored, strict=True))
+    return [Score(*row) for row in zip(log_likelihoods, greedy, strict=True)]
 
 
-def _score_row(tokens: Tensor, scored: int, logits: Tensor) -> Score:
+def _score_row(tokens: Tensor, scored: int, logits: Tensor) -> tuple[Tensor, Tensor]:
     last = len(tokens) - 1
     log_probs = logits[last - scored : last].float().log_softmax(-1)
-    labels = tokens[-scored:].to(logits.device)
-    log_likelihood = log_probs.gather(1, labels[:, None]).sum()
-    return Score(float(log_likelihood), bool((log_probs.argmax(-1) == labels).all()))
+    labels = tokens[-scored:].to(logits.device, non_blocking=True)
+    return log_probs.gather(1, labels[:, None]).sum(), (log_probs.argmax(-1) == labels).all()
 
 
 def score_file(
