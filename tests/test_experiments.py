@@ -369,7 +369,7 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     a_folder(root, recipe, "softmax", 2, 3e-3, 3.7, table="d", valid={"ce_64": 5.0})
     (out).mkdir()
     (out / "bigram.json").write_text(json.dumps({"ce": 6.0, "ppl": math.exp(6)}))
-    parts = ("table_a", "table_b", "table_c", "table_d", "noise", "runs")
+    parts = ("table_a", "zero_shot", "table_b", "table_c", "table_d", "noise", "runs")
     document.write_text("".join(f"<!-- {part}: generated -->\nold\n<!-- /{part} -->\n" for part in parts))
     written = list(report.write_report(root, out, document))
     rows = {path.stem: list(csv.DictReader(path.open())) for path in written if path.suffix == ".csv"}
