@@ -52,30 +52,27 @@ def test_every_parameter_shapes_the_output(name, options):
 
 
 PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
-EXTRA = {
-    "softmax": {},
-    "off_by_one": {},
-    "sink": {"sinks": (HEADS,)},
-    "gated": {"attn_gate.weight": (HEADS * 8, DIM)},
-    "gated_headwise": {"attn_gate.weight": (HEADS, DIM)},
-    "affine": {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)},
-    "affine_sigmoid": {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)},
-    "affine_gated": {
-        "alpha.w_a": (HEADS, DIM),
-        "alpha.alpha_ma": (HEADS,),
-        "attn_gate.weight": (HEADS * 8, DIM),
-    },
-    "scale_invariant": {},
-    "logn": {"logn_scale": (HEADS,)},
-    "alibi": {},
-}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def _published(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """What each stage adds to a checkpoint."""
+    keys: dict[str, tuple[int, ...]] = {}
+    if isinstance(spec.logit, LogN):
+        keys |= {"logn_scale": (HEADS,)}
+    if spec.sink == "learned":
+        keys |= {"sinks": (HEADS,)}
+    if spec.affine is not None:
+        keys |= {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)}
+    if spec.gate is not None:
+        keys |= {"attn_gate.weight": (HEADS if spec.gate == "headwise" else HEADS * 8, DIM)}
+    return keys
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_state_dict_keys_are_the_published_ones(name):
-    state = _layer(name).state_dict()
-    assert set(state) == PROJECTIONS | set(EXTRA[name])
-    assert {key: tuple(state[key].shape) for key in EXTRA[name]} == EXTRA[name]
+    state, added = _layer(SPECS[name]).state_dict(), _published(SPECS[name])
+    assert set(state) == PROJECTIONS | set(added)
+    assert {key: tuple(state[key].shape) for key in added} == added
 
 
 def test_options_add_their_own_keys():
@@ -139,9 +136,9 @@ def test_a_layer_runs_under_autocast(name, qk_norm, device):
 def test_a_softmax_checkpoint_fits_every_variant():
     """What is missing from it is exactly the variant's own."""
     plain = _layer("softmax").state_dict()
-    for name, extra in EXTRA.items():
-        missing, unexpected = _layer(name).load_state_dict(plain, strict=False)
-        assert (set(missing), unexpected) == (set(extra), [])
+    for spec in SPECS.values():
+        missing, unexpected = _layer(spec).load_state_dict(plain, strict=False)
+        assert (set(missing), unexpected) == (set(_published(spec)), [])
 
 
 @pytest.mark.parametrize("kind", ["rope", "p_rope", "p_rope_top"])
