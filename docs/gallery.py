@@ -113,6 +113,8 @@ def photograph(page: Path, picture: Path) -> None:
 
 def main() -> None:
     try:
+        if not (DEMO / REPORT).exists():
+            raise ValueError(f"there is no {DEMO / REPORT}: run make demo first")
         runs, page = students(), PAGE.read_text(encoding="utf-8")
         draw(runs, page, FIGURES)
         PAGE.write_text(rewrite(page, {"students": table(runs)}), encoding="utf-8")
