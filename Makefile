@@ -4,7 +4,7 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu test-faults test-aot test-hf-common bench lint fmt clean
+.PHONY: demo test test-gpu test-faults test-aot test-hf-common bench gallery lint fmt clean
 
 # Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.installed
@@ -33,6 +33,10 @@ test-hf-common: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench
+
+# After `make demo`: the figures and the table of docs/gallery.md, and the README's picture of the report.
+gallery: .venv/.installed
+	$(BIN)/python -m docs.gallery
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from affine_attn import Affine, AlphaGate, AttentionLayer, AttentionSpec, Mask, commit_alpha, track_alpha
 from affine_attn.core import alpha as alpha_module
-from affine_attn.core.alpha import linear_clipping
+from affine_attn.core.spec import linear_clipping
 
 DIM, HEADS = 8, 2
 

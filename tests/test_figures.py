@@ -137,8 +137,8 @@ def test_models_that_kept_no_map_in_common(analyses):
         figures.attention_maps([other, third])
 
 
-def test_every_variant_has_a_colour_of_its_own():
-    assert COLOURS.keys() == VARIANTS.keys()
+def test_colours_are_those_of_variants_and_all_different():
+    assert COLOURS.keys() <= VARIANTS.keys()
     assert len(set(COLOURS.values())) == len(COLOURS)
     first, second, third = lines(["affine", "sink", "affine"])
     assert first["color"] == third["color"] != second["color"]

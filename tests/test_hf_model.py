@@ -19,6 +19,7 @@ from transformers import (
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, variant
 from affine_attn.core.rope import Rope
+from affine_attn.core.spec import GATES
 from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, preset
 from tests.hf import SIZES, left_padded, tiny_config, tiny_model
 
@@ -105,7 +106,7 @@ def test_output_attentions_are_the_weights_that_make_the_output(name):
     _, _, v = layer.project(x)
     y = w @ v.repeat_interleave(2, dim=1)
     if layer.attn_gate is not None:
-        y = y * torch.sigmoid(layer.attn_gate(x)).unflatten(-1, (4, -1)).transpose(1, 2)
+        y = y * GATES[layer.spec.gate].activation(layer.attn_gate(x)).unflatten(-1, (4, -1)).transpose(1, 2)
     torch.testing.assert_close(layer.o_proj(y.transpose(1, 2).flatten(2)), seen["out"][0], rtol=1e-4, atol=1e-4)
 
 

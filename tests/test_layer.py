@@ -3,7 +3,7 @@
 import json
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, variant
 from affine_attn.core import fused
+from affine_attn.core import spec as spec_module
 from affine_attn.core.call import checked_call
 from affine_attn.core.engines import decode, triton
 from affine_attn.core.rope import rotate
-from affine_attn.core.spec import decode_logit, encode_logit
+from affine_attn.core.spec import Logit, decode_logit, encode_logit
 from tests.cases import SPECS
 
 DIM, HEADS, KV = 24, 4, 2
@@ -51,30 +52,27 @@ def test_every_parameter_shapes_the_output(name, options):
 
 
 PROJECTIONS = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
-EXTRA = {
-    "softmax": {},
-    "off_by_one": {},
-    "sink": {"sinks": (HEADS,)},
-    "gated": {"attn_gate.weight": (HEADS * 8, DIM)},
-    "gated_headwise": {"attn_gate.weight": (HEADS, DIM)},
-    "affine": {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)},
-    "affine_sigmoid": {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)},
-    "affine_gated": {
-        "alpha.w_a": (HEADS, DIM),
-        "alpha.alpha_ma": (HEADS,),
-        "attn_gate.weight": (HEADS * 8, DIM),
-    },
-    "scale_invariant": {},
-    "logn": {"logn_scale": (HEADS,)},
-    "alibi": {},
-}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def _published(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """What each stage adds to a checkpoint."""
+    keys: dict[str, tuple[int, ...]] = {}
+    if isinstance(spec.logit, LogN):
+        keys |= {"logn_scale": (HEADS,)}
+    if spec.sink == "learned":
+        keys |= {"sinks": (HEADS,)}
+    if spec.affine is not None:
+        keys |= {"alpha.w_a": (HEADS, DIM), "alpha.alpha_ma": (HEADS,)}
+    if spec.gate is not None:
+        keys |= {"attn_gate.weight": (HEADS if spec.gate == "headwise" else HEADS * 8, DIM)}
+    return keys
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_state_dict_keys_are_the_published_ones(name):
-    state = _layer(name).state_dict()
-    assert set(state) == PROJECTIONS | set(EXTRA[name])
-    assert {key: tuple(state[key].shape) for key in EXTRA[name]} == EXTRA[name]
+    state, added = _layer(SPECS[name]).state_dict(), _published(SPECS[name])
+    assert set(state) == PROJECTIONS | set(added)
+    assert {key: tuple(state[key].shape) for key in added} == added
 
 
 def test_options_add_their_own_keys():
@@ -138,9 +136,9 @@ def test_a_layer_runs_under_autocast(name, qk_norm, device):
 def test_a_softmax_checkpoint_fits_every_variant():
     """What is missing from it is exactly the variant's own."""
     plain = _layer("softmax").state_dict()
-    for name, extra in EXTRA.items():
-        missing, unexpected = _layer(name).load_state_dict(plain, strict=False)
-        assert (set(missing), unexpected) == (set(extra), [])
+    for spec in SPECS.values():
+        missing, unexpected = _layer(spec).load_state_dict(plain, strict=False)
+        assert (set(missing), unexpected) == (set(_published(spec)), [])
 
 
 @pytest.mark.parametrize("kind", ["rope", "p_rope", "p_rope_top"])
@@ -225,12 +223,16 @@ def test_a_spec_survives_pickling_and_the_operator_s_string(name):
     assert decode_logit(encode_logit(spec.logit)) == spec.logit
 
 
-def test_a_logit_nobody_knows_is_never_taken_for_another(monkeypatch):
-    class Other:
-        pass
+@pytest.fixture
+def logits(monkeypatch):
+    """The logits that are known, of which a test may define more."""
+    monkeypatch.setattr(spec_module, "_LOGITS", dict(spec_module._LOGITS))
 
-    with pytest.raises(ValueError, match="Other is none of ScaleInvariant, LogN, Alibi"):
-        encode_logit(Other())
+
+def test_a_logit_the_kernels_do_not_know_is_never_taken_for_another(logits, monkeypatch):
+    class Other(Logit):
+        kind = "other"
+
     # As if Triton ran here: what is asked is the engines' own knowledge.
     monkeypatch.setattr(fused, "INTERPRETED", True)
     q = torch.randn(1, 1, 4, 16)
@@ -238,6 +240,39 @@ def test_a_logit_nobody_knows_is_never_taken_for_another(monkeypatch):
     for engine in (decode, triton):
         assert engine.why_not(known) is None
         assert "the Other logit" in engine.why_not(replace(known, logit=Other()))
+
+
+def test_a_logit_is_a_class_of_its_own_with_a_name_of_its_own(logits):
+    with pytest.raises(TypeError, match="Steeper must derive from Logit itself"):
+
+        class Steeper(LogN):
+            kind = "steeper"
+
+    with pytest.raises(TypeError, match="Slopes: the kind 'alibi' is that of Alibi"):
+
+        class Slopes(Logit):
+            kind = "alibi"
+
+    # A notebook's cell that is run again.
+    for default in (1.0, 2.0):
+
+        @dataclass(frozen=True)
+        class Again(Logit):
+            strength: float = default
+            kind = "again"
+
+    assert decode_logit(encode_logit(Again())) == Again(2.0)
+
+
+@pytest.mark.parametrize("value", [True, "3", None])
+def test_parameters_of_a_logit_that_no_operator_could_be_told_are_refused(logits, value):
+    @dataclass(frozen=True)
+    class Other(Logit):
+        strength: object = value
+        kind = "other"
+
+    with pytest.raises(ValueError, match=r"the parameters of a logit must be int or float, got .*Other"):
+        encode_logit(Other())
 
 
 def test_specs_are_hashable_values():

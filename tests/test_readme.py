@@ -1,25 +1,39 @@
-"""The README's code runs, its tables are the generated ones, and its file tree exists."""
+"""Code in README and docs runs, their tables are the generated ones, their links and the README's file tree exist."""
 
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from affine_attn import VARIANTS, Mask, attention, variant
+from affine_attn.analyze.run import Request, analyze_all
+from affine_attn.core import spec
 from affine_attn.core.variants import variants_table
 from affine_attn.distill import estimate
 from affine_attn.distill.recipes import recipe
+from affine_attn.distill.run import run
+from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
 from benchmarks.readme import rewrite
+from docs import gallery
+from tests.tiny_runs import counting_shards, tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+VARIANT = (ROOT / "docs" / "adding-a-variant.md").read_text()
+GALLERY = (ROOT / "docs" / "gallery.md").read_text()
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
 
 
+def code_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def test_the_quickstart_runs():
-    core, models = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    core, models = code_of(README)
     namespace: dict = {}
     exec(core, namespace)
     assert namespace["y"].shape == (2, 8, 128, 64)
@@ -29,6 +43,66 @@ def test_the_quickstart_runs():
     prompt = namespace["prompt"]
     before, after = (namespace[name].eval()(prompt).logits for name in ("softmax", "affine"))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def family():
+    """What a page adds to the family goes away with its test."""
+    tables = (VARIANTS, spec._LOGITS, spec.ACTIVATIONS, spec.GATES)
+    kept = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_adding_a_variant_takes_what_its_page_says(family, tmp_path):
+    combination, name, logit, engines, activations = code_of(VARIANT)
+    found: dict = {}
+    exec(combination, found)
+    prompt = torch.randint(0, 256, (1, 16))
+    assert found["model"](prompt).logits.isfinite().all()
+    exec(name, found)
+    assert variant("sink_affine") == found["combination"]
+    assert "| `sink_affine` |" in variants_table()
+
+    exec(logit, found)
+    chosen = found["power_law"]
+    model = AffineAttnForCausalLM(preset("nano", chosen)).eval()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(AffineAttnForCausalLM.from_pretrained(tmp_path)(prompt).logits, model(prompt).logits)
+
+    exec(engines, found)
+    assert [error.name for error in found["errors"]] == ["y", "dq", "dk", "dv", "dsink", "dalpha", "dbeta"]
+    assert all(error.within for error in found["errors"])
+    if not torch.cuda.is_available():
+        assert textwrap.indent(found["reasons"], "    ") in VARIANT
+    inputs = found["inputs"]
+    expected = _power_law(**inputs)
+    for impl in ("reference", "blocked", "flex"):
+        torch.testing.assert_close(attention(**inputs, impl=impl), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="PowerLaw needs a causal mask"):
+        attention(**inputs, mask=Mask(causal=False))
+
+    exec(activations, found)
+    x = torch.randn(2, 10, 256)
+    found["activated"](x).square().sum().backward()
+    layer = found["activated"]
+    assert layer.attn_gate.weight.grad.abs().max() > 0
+    alpha = torch.nn.functional.hardsigmoid(x @ layer.alpha.w_a.T).transpose(1, 2)
+    stages = layer.stages(x, *layer.project(x), Mask())
+    torch.testing.assert_close(stages["alpha"], alpha)
+    torch.testing.assert_close(stages["gate"], torch.tanh(layer.attn_gate(x)).unflatten(-1, (8, -1)).transpose(1, 2))
+
+
+def _power_law(q, k, v, sink, alpha, beta, logit):
+    """The page's formula on its inputs, by hand: two query heads share a key head."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    t = (torch.arange(65)[:, None] - torch.arange(65)).float()
+    weights = torch.exp(q @ k.mT / 32**0.5) * (1 + t.clamp(min=0) / 4.0) ** -1.0 * (t >= 0)
+    p = weights / (weights.sum(-1, keepdim=True) + torch.exp(sink)[:, None, None])
+    return (alpha[..., None] * p + beta[..., None] * (t >= 0)) @ v
 
 
 def test_the_variants_table_is_current():
@@ -41,6 +115,55 @@ def test_every_file_of_the_tree_exists():
     assert len(names) > 15
     for name in names:
         assert list(ROOT.rglob(name)), f"{name} is in the README's tree but not in the repository"
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_file_that_the_page_on_variants_names_exists():
+    names = re.findall(r"`(?:[a-z_]+/)*([a-z_]+\.py)`", VARIANT)
+    assert len(names) > 15
+    for name in names:
+        assert list(ROOT.rglob(name)), f"{name} is named but not in the repository"
+
+
+def test_the_gallery_shows_its_figures_and_all_of_them():
+    files = sorted((ROOT / "docs" / "gallery").iterdir())
+    assert {path.name for path in files} == gallery.figures_of(GALLERY)
+    assert sum(path.stat().st_size for path in files) < 1.5e6
+    assert gallery.PICTURE.stat().st_size < 400e3
+
+
+def test_the_gallery_is_written_from_the_files_of_runs(tmp_path, monkeypatch):
+    """The demo in miniature: its folders, and what stands in them."""
+    data, runs = tmp_path / "data", tmp_path / "runs"
+    data.mkdir()
+    counting_shards(data)
+    for name in ("softmax", "sink", "affine"):
+        chosen = tiny(data, attention=name, steps=6, statistics_steps=3, valid_sequences=4)
+        run(chosen, runs / f"attention={name}")
+    with pytest.raises(ValueError, match=r"attention=softmax is not finished: run make demo"):
+        gallery.students(runs)
+    analyze_all([str(folder / "model") for folder in sorted(runs.iterdir())], Request(data, length=16, sequences=4))
+    students = gallery.students(runs)
+    assert [student.name for student in students] == ["softmax", "sink", "affine"]
+    text = rewrite(GALLERY, {"students": gallery.table(students)})
+    losses = " | ".join(f"{student.result['valid_loss']:.4f}" for student in students)
+    assert f"| held-out loss | {losses} |" in text
+    assert "`nano` students, 6 steps of" in text
+    shown = "![](gallery/row_sums.svg) ![](gallery/heads_alpha.svg)"
+    gallery.draw(students, shown, tmp_path / "figures")
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"row_sums.svg", "heads_alpha.svg"}
+    monkeypatch.setattr(gallery, "draw_figures", lambda runs, folder: [])
+    with pytest.raises(ValueError, match=r"shows \['loss.svg'\], which these runs have no numbers for"):
+        gallery.draw(students, "![](gallery/loss.svg)", tmp_path / "figures")
+    assert len(list((tmp_path / "figures").iterdir())) == 2
 
 
 def test_the_tables_of_scaling_are_current():

@@ -173,6 +173,8 @@ def _by_hand(inputs: dict, sees, distance) -> list:
                         s = math.log(len(visible)) * s
                     elif isinstance(logit, Alibi):
                         s = s - 2 ** (-8 * (h + 1) / heads) * abs(t)
+                    elif logit is not None:
+                        raise NotImplementedError(f"the formula of {type(logit).__name__} is to be written down here")
                     exps[j] = math.exp(s)
                 total = sum(exps.values())
                 if (sink := optional.get("sink")) is not None:

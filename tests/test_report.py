@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from affine_attn.evaluate.run import evaluate
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
+from tests.chromium import MISSING, chromium, open_page, programs, wait
 from tests.tiny_runs import counting_shards, metrics, tiny
 
 HOSTILE = ["<script>alert(1)</script>", "</script>", '"><img src=x onerror=alert(1)>', "<b>&amp;</b>", "\u202e\n\x00"]
@@ -180,51 +180,18 @@ def test_figures_for_papers_are_those_of_the_runs(runs, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    """A function that opens a file and waits until all figures are drawn."""
-    found = [next(filter(None, map(shutil.which, names)), None) for names in (_BROWSERS, ("chromedriver",))]
-    if None in found:
-        pytest.skip("needs Chromium and chromedriver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = found[0]
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+def browser(tmp_path_factory):
+    if programs() is None:
+        pytest.skip(MISSING)
     saved = tmp_path_factory.mktemp("saved")
-    options.add_experimental_option("prefs", {"download.default_directory": str(saved)})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(found[1]))
-    driver.saved = saved
-    yield driver
-    driver.quit()
-
-
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+    with chromium(saved) as driver:
+        driver.saved = saved
+        yield driver
 
 
 @pytest.fixture
-def opened(chromium, page):
-    return open_page(chromium, page)
-
-
-def open_page(driver, page, width=1280, scheme="light"):
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    colours = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": colours})
-    driver.get_log("browser")
-    driver.get(page.as_uri())
-    wait(lambda: driver.execute_script("return document.documentElement.dataset.drawn"))
-    return driver
-
-
-def wait(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-    return found
+def opened(browser, page):
+    return open_page(browser, page)
 
 
 @pytest.mark.browser
@@ -294,21 +261,21 @@ def test_hostile_text_is_shown_and_does_nothing(opened):
 
 
 @pytest.mark.browser
-def test_the_page_is_dark_where_people_like_it_and_has_a_switch(chromium, page):
+def test_the_page_is_dark_where_people_like_it_and_has_a_switch(browser, page):
     state = """const tick = document.querySelector('#loss-0 .xtick text');
                return [getComputedStyle(document.body).backgroundColor, getComputedStyle(tick).fill]"""
-    dark = open_page(chromium, page, scheme="dark").execute_script(state)
-    chromium.find_element("css selector", ".theme").click()
-    light = wait(lambda: (now := chromium.execute_script(state)) != dark and now)
-    chromium.find_element("css selector", ".theme").click()
-    wait(lambda: chromium.execute_script(state) == dark)
+    dark = open_page(browser, page, scheme="dark").execute_script(state)
+    browser.find_element("css selector", ".theme").click()
+    light = wait(lambda: (now := browser.execute_script(state)) != dark and now)
+    browser.find_element("css selector", ".theme").click()
+    wait(lambda: browser.execute_script(state) == dark)
     assert all(a != b for a, b in zip(light, dark, strict=True))
     assert light[0] == "rgb(251, 251, 250)"
 
 
 @pytest.mark.browser
-def test_a_phone_needs_no_sideways_scrolling(chromium, page):
-    width = open_page(chromium, page, width=390).execute_script("return document.documentElement.scrollWidth")
+def test_a_phone_needs_no_sideways_scrolling(browser, page):
+    width = open_page(browser, page, width=390).execute_script("return document.documentElement.scrollWidth")
     assert width == 390
 
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from affine_attn.analyze.files import Analysis
 from affine_attn.analyze.style import COLOURS, lines, new_figure, plain, style, token_labels
 from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
-from affine_attn.core.alpha import linear_clipping
+from affine_attn.core.spec import linear_clipping
 
 ENTROPIES = {
     "entropy": "of p, before α and β",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from affine_attn.analyze.files import VERSION, Analysis, write
 from affine_attn.analyze.measure import measure
 from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
-from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import VARIANTS
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.run import MODEL
@@ -169,9 +169,9 @@ def variant_name(specs: Sequence[AttentionSpec]) -> str | None:
 
 
 def _variant_name(spec: AttentionSpec) -> str | None:
-    part = spec.logit if isinstance(spec.logit, LogN) else spec.affine
+    lengths = [getattr(part, "length", None) for part in (spec.logit, spec.affine)]
     # Lengths of 0 and "keys" are no lengths of training but other attention.
-    length = part.length if part is not None and isinstance(part.length, int) and part.length else 2048
+    length = next((length for length in lengths if isinstance(length, int) and length), 2048)
     return next((name for name, known in VARIANTS.items() if at_length(known.spec, length) == spec), None)
 
 

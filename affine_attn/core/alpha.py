@@ -6,7 +6,6 @@ recomputation (sum and count grow together) and data-parallel ranks cannot skew 
 """
 
 import warnings
-from collections.abc import Callable
 from weakref import WeakSet
 
 import torch
@@ -15,16 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Affine
-
-
-def linear_clipping(x: Tensor) -> Tensor:
-    """clamp(0.1 x + 0.5, 0, 1)."""
-    return (0.1 * x + 0.5).clamp(0, 1)
-
-
-_PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
-
+from affine_attn.core.spec import ACTIVATIONS, Affine
 
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
@@ -91,7 +81,7 @@ class AlphaGate(nn.Module):
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
         logits = _wide_linear(x, self.w_a)
         # Rows of one head side by side, as the kernels read them.
-        alpha = self.affine.alpha_range * _PHI[self.affine.phi](logits).transpose(1, 2).contiguous()
+        alpha = self.affine.alpha_range * ACTIVATIONS[self.affine.phi](logits).transpose(1, 2).contiguous()
         if self.training and torch.is_grad_enabled():
             self._accumulate(alpha.detach(), valid)
         return alpha

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit, decode_logit, encode_logit
+from affine_attn.core.spec import Logit, decode_logit, encode_logit, logit_names
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_AT_ONCE = 2**20
@@ -131,7 +131,7 @@ def checked_call(
         raise ValueError(f"mask must be a Mask, got {type(mask).__name__}")
     mask.check(batch, tk, q.device)
     if logit is not None and not isinstance(logit, Logit):
-        raise ValueError(f"logit must be None, ScaleInvariant, LogN or Alibi, got {logit!r}")
+        raise ValueError(f"logit must be None or one of {logit_names()}, got {logit!r}")
     if logit is not None and logit.needs_causal and not mask.causal:
         raise ValueError(f"logit {type(logit).__name__} needs a causal mask, got Mask(causal=False)")
     if isinstance(sink, Tensor):

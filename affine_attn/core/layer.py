@@ -9,7 +9,7 @@ from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope, rotate
-from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.spec import GATES, AttentionSpec, LogN
 from affine_attn.core.variants import variant
 
 
@@ -65,8 +65,8 @@ class AttentionLayer(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.alpha = AlphaGate(dim, heads, self.spec.affine, init_std) if self.spec.affine else None
         self.sinks = nn.Parameter(torch.empty(heads)) if self.spec.sink == "learned" else None
-        gate_width = {None: 0, "headwise": heads, "elementwise": width}[self.spec.gate]
-        self.attn_gate = nn.Linear(dim, gate_width, bias=False) if gate_width else None
+        gate = GATES[self.spec.gate] if self.spec.gate else None
+        self.attn_gate = nn.Linear(dim, width if gate.per_channel else heads, bias=False) if gate else None
         self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.logit, LogN) else None
         self.reset_parameters()
 
@@ -125,9 +125,10 @@ class AttentionLayer(nn.Module):
         if self.alpha is not None:
             alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])
             beta = self.alpha.beta(alpha, mask, k.shape[2])
-        if self.attn_gate is not None:
+        if self.spec.gate is not None and self.attn_gate is not None:
+            activation = GATES[self.spec.gate].activation
             # The heads of q, not of the spec: under tensor parallelism a rank has only its own.
-            gate = torch.sigmoid(self.attn_gate(x)).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+            gate = activation(self.attn_gate(x)).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
         sink = self.sinks if self.spec.sink == "learned" else self.spec.sink

@@ -75,7 +75,7 @@ def coefficients(call: Call, rows: slice, keys: slice) -> tuple[Tensor | None, T
     p = call.mask.positions(call.tq, call.tk, call.q.device)[:, None, rows, None]
     j = torch.arange(call.tk, device=call.q.device)[keys]
     head = torch.arange(call.heads, device=call.q.device)[:, None, None]
-    return call.logit.coefficients((p - j).to(row_dtype(call.q)), call.count()[..., rows], head, call.heads)
+    return call.logit.coefficients((p - j).to(row_dtype(call.q)), call.count()[..., rows, None], head, call.heads)
 
 
 def probabilities(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -7,47 +7,77 @@ layer; formulas of the logit stage live here, because every engine needs the sam
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Coefficients(NamedTuple):
-    """Stage 1 is affine in the raw score: s = factor * (scale * q.k) + offset. ``None`` means 1 and 0.
-
-    Every logit has ``coefficients(distance, count, head, heads)`` on broadcastable tensors: i - j, the visible keys n_i
-    of the row, the head index 0..H-1, and H. The reference calls it on whole blocks, FlexAttention on single scores.
-    """
+    """Stage 1 is affine in the raw score: s = factor * (scale * q.k) + offset. ``None`` means 1 and 0."""
 
     factor: Tensor | None
     offset: Tensor | None
 
 
+_LOGITS: dict[str, "type[Logit]"] = {}
+
+
 @dataclass(frozen=True)
-class ScaleInvariant:
+class Logit:
+    """A stage 1. A subclass is a frozen dataclass of numbers with defaults, and no list has to name it.
+
+    ``kind`` is its name in JSON and operators; the two questions below it start with the careful answer.
+    """
+
+    kind: ClassVar[str]
+    needs_causal = True
+    same_in_all_heads = False
+
+    def __init_subclass__(cls):
+        if Logit not in cls.__bases__:
+            raise TypeError(f"{cls.__name__} must derive from Logit itself: engines would take it for its parent")
+        known = _LOGITS.get(cls.kind)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}: the kind {cls.kind!r} is that of {known.__name__}")
+        _LOGITS[cls.kind] = cls
+
+    def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
+        """From tensors that broadcast: i - j, the visible keys n_i of the row, the head's number 0..H-1; and H.
+
+        The reference calls it on whole blocks, FlexAttention on single scores.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no coefficients")
+
+
+@dataclass(frozen=True)
+class ScaleInvariant(Logit):
     """Scale-invariant attention (arXiv 2505.17083): a_t = sqrt(1 + 2 log(1 + t/tau)), m_t = -2 log(1 + t/tau)."""
 
     tau: float = 10.0
-    needs_causal = True
+    kind = "scale_invariant"
+    same_in_all_heads = True
 
     def __post_init__(self):
         if not self.tau > 0:
             raise ValueError(f"ScaleInvariant: tau must be > 0, got {self.tau}")
 
-    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+    def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         # Keys ahead of the query are masked later; clamping keeps their factor, and so their gradient, finite.
         u = torch.log1p(distance.clamp(min=0) / self.tau)
         return Coefficients(torch.sqrt(1 + 2 * u), -2 * u)
 
 
 @dataclass(frozen=True)
-class LogN:
+class LogN(Logit):
     """Log-length scaling (SSMax): s_ij = log(n_i) * raw. The layer's learned s_h starts at 1/log(length)."""
 
     length: int = 2048
+    kind = "logn"
     needs_causal = False
+    same_in_all_heads = True
 
     def __post_init__(self):
         if not (isinstance(self.length, int) and self.length > 1):
@@ -58,9 +88,8 @@ class LogN:
         """First value of the learned s_h."""
         return 1 / math.log(self.length)
 
-    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
-        assert count is not None  # FlexAttention, which has no count, scales q by row_scale instead
-        return Coefficients(self.row_scale(count, distance.dtype)[..., None], None)
+    def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
+        return Coefficients(self.row_scale(count, distance.dtype), None)
 
     @staticmethod
     def row_scale(count: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,24 +98,34 @@ class LogN:
 
 
 @dataclass(frozen=True)
-class Alibi:
+class Alibi(Logit):
     """ALiBi: s_ij = raw - slope_h * |i - j|, slope_h = 2^(-8 h / H) for h = 1..H."""
 
+    kind = "alibi"
     needs_causal = False
 
-    def coefficients(self, distance: Tensor, count: Tensor | None, head: Tensor, heads: int) -> Coefficients:
+    def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         slope = torch.exp2((head + 1).to(distance.dtype) * (-8.0 / heads))
         return Coefficients(None, -slope * distance.abs())
 
 
-Logit = ScaleInvariant | LogN | Alibi
+def linear_clipping(x: Tensor) -> Tensor:
+    """clamp(0.1 x + 0.5, 0, 1)."""
+    return (0.1 * x + 0.5).clamp(0, 1)
 
-_LOGITS: dict[str, type] = {"scale_invariant": ScaleInvariant, "logn": LogN, "alibi": Alibi}
-# Name and type of each parameter, looked up once: a compiler traces encode_logit and does not know dataclasses.
-_PARAMETERS = {
-    name: tuple((field.name, type(field.default)) for field in dataclasses.fields(kind))
-    for name, kind in _LOGITS.items()
-}
+
+# Of alpha. All map to [0, 1], and 0 to a half: with range 2 and W_a = 0 attention starts as softmax.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
+
+
+class Gate(NamedTuple):
+    """A stage 4: one number per channel of a head, or one per head, each an activation of W_g x."""
+
+    per_channel: bool
+    activation: Callable[[Tensor], Tensor]
+
+
+GATES: dict[str, Gate] = {"elementwise": Gate(True, torch.sigmoid), "headwise": Gate(False, torch.sigmoid)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +136,7 @@ class Affine:
     (then the output depends on how a sequence is cut into calls).
     """
 
-    phi: Literal["linear_clipping", "sigmoid"] = "linear_clipping"
+    phi: str = "linear_clipping"
     length: int | Literal["keys"] = 2048
     alpha_range: float = 1.0
     momentum: float = 0.9
@@ -106,8 +145,8 @@ class Affine:
     beta: bool = True
 
     def __post_init__(self):
-        if self.phi not in ("linear_clipping", "sigmoid"):
-            raise ValueError(f"Affine: phi must be 'linear_clipping' or 'sigmoid', got {self.phi!r}")
+        if self.phi not in list(ACTIVATIONS):
+            raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
         if self.length != "keys" and not (isinstance(self.length, int) and self.length >= 0):
             raise ValueError(f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}")
         if not 0 <= self.momentum < 1:
@@ -123,18 +162,18 @@ class AttentionSpec:
     logit: Logit | None = None
     sink: float | Literal["learned"] | None = None
     affine: Affine | None = None
-    gate: Literal["elementwise", "headwise"] | None = None
+    gate: str | None = None
 
     def __post_init__(self):
         if self.logit is not None and not isinstance(self.logit, Logit):
-            raise ValueError(f"AttentionSpec: logit must be None or one of {_names()}, got {self.logit!r}")
+            raise ValueError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
         is_number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
         if not (self.sink is None or self.sink == "learned" or is_number):
             raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
             raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
-        if self.gate not in (None, "elementwise", "headwise"):
-            raise ValueError(f"AttentionSpec: gate must be None, 'elementwise' or 'headwise', got {self.gate!r}")
+        if self.gate not in [None, *GATES]:
+            raise ValueError(f"AttentionSpec: gate must be None or one of {list(GATES)}, got {self.gate!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_dict` is its inverse."""
@@ -161,24 +200,24 @@ def encode_logit(logit: Logit | None) -> str:
     """One string for a logit: custom operators take strings, not objects."""
     if logit is None:
         return ""
-    for name, kind in _LOGITS.items():
-        if type(logit) is kind:
-            return " ".join([name, *(str(getattr(logit, parameter)) for parameter, _ in _PARAMETERS[name])])
-    raise ValueError(f"the logit {type(logit).__name__} is none of {_names()}")
+    # __match_args__ are the fields of a dataclass, in a form that a compiler can trace.
+    values = [getattr(logit, name) for name in logit.__match_args__]
+    if any(type(value) not in (int, float) for value in values):
+        raise ValueError(f"the parameters of a logit must be int or float, got {logit!r}")
+    return " ".join([logit.kind, *(str(value) for value in values)])
 
 
 def decode_logit(text: str) -> Logit | None:
     if not text:
         return None
     name, *values = text.split(" ")
-    return _LOGITS[name](*(kind(value) for (_, kind), value in zip(_PARAMETERS[name], values, strict=True)))
+    kind: Any = _LOGITS[name]
+    fields = dataclasses.fields(kind)
+    return kind(*(type(field.default)(value) for field, value in zip(fields, values, strict=True)))
 
 
 def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:
-    if logit is None:
-        return None
-    name = next(name for name, kind in _LOGITS.items() if type(logit) is kind)
-    return {"kind": name, **dataclasses.asdict(logit)}
+    return None if logit is None else {"kind": logit.kind, **dataclasses.asdict(logit)}
 
 
 def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
@@ -200,5 +239,5 @@ def _from_fields(kind: type, data: Any) -> Any:
     return kind(**data)
 
 
-def _names() -> str:
+def logit_names() -> str:
     return ", ".join(kind.__name__ for kind in _LOGITS.values())

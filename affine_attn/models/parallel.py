@@ -15,7 +15,6 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.layer import AttentionLayer
-from affine_attn.core.spec import Alibi
 
 
 class HeadParallel(TensorParallelLayer):
@@ -30,8 +29,9 @@ class HeadParallel(TensorParallelLayer):
         setattr(module, param, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
     def install_forward(self, module: AttentionLayer, mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module.spec.logit, Alibi):
-            raise ValueError("tensor parallelism: ALiBi's slopes depend on a head's number, a rank counts only its own")
+        if (logit := module.spec.logit) is not None and not logit.same_in_all_heads:
+            name = type(logit).__name__
+            raise ValueError(f"tensor parallelism: {name} depends on a head's number, a rank counts only its own")
         return super().install_forward(module, mesh)
 
 

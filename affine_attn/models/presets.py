@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from affine_attn.core.spec import AttentionSpec, LogN
+from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import variant
 from affine_attn.models.configuration import AffineAttnConfig
 
@@ -98,5 +98,5 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
 def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
     """The spec for models trained on sequences of this length."""
     affine = spec.affine and replace(spec.affine, length=length)
-    logit = replace(spec.logit, length=length) if isinstance(spec.logit, LogN) else spec.logit
+    logit = spec.logit and (replace(spec.logit, length=length) if hasattr(spec.logit, "length") else spec.logit)
     return replace(spec, affine=affine, logit=logit)

@@ -15,7 +15,6 @@ from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
 from affine_attn.core.quarantine import visible_sum, visible_sum_backward
 from affine_attn.core.reference import row_dtype
-from affine_attn.core.spec import LogN
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 
@@ -38,8 +37,6 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     q = call.q
-    if isinstance(call.logit, LogN):
-        q = (q * LogN.row_scale(call.count(), row_dtype(q))[..., None]).to(q.dtype)
     o, aux = _flex()(
         q,
         call.k,
@@ -76,14 +73,15 @@ def _run_compiled(*args, **kwargs):
 
 
 def _score_mod(call: Call):
-    if call.logit is None or isinstance(call.logit, LogN):
+    if call.logit is None:
         return None
+    count = call.count().expand(call.q.shape[0], 1, call.tq).contiguous()
     logit, heads, lengths, tq, tk = call.logit, call.heads, call.mask.lengths, call.tq, call.tk
     dtype = row_dtype(call.q)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         p = i + ((tk if lengths is None else lengths[b]) - tq)
-        factor, offset = logit.coefficients((p - j).to(dtype), None, h, heads)
+        factor, offset = logit.coefficients((p - j).to(dtype), count[b, 0, i], h, heads)
         score = score if factor is None else score * factor
         return score if offset is None else score + offset
 

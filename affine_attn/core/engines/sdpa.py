@@ -15,7 +15,7 @@ DESCRIPTION = "PyTorch's fused attention with a row-wise epilogue"
 
 def why_not(call: Call) -> str | None:
     if call.logit is not None and not isinstance(call.logit, LogN):
-        return f"a stock kernel cannot compute the {type(call.logit).__name__} logit (it depends on i-j)"
+        return f"a stock kernel has plain scores, or those of LogN, not the {type(call.logit).__name__} logit"
     for name in call.mask.tensors:
         return f"a stock kernel has no mask.{name}"
     return why_not_beta(call) or stock.why_not(call.q, call.k, call.mask.causal, call.mask.window)
