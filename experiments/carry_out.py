@@ -14,7 +14,8 @@ from affine_attn.distill.run import training_arguments
 from affine_attn.distill.teacher import frozen
 from affine_attn.models.convert import load
 from experiments.grid import Group
-from experiments.side_by_side import compile_layers, device_here, train
+from experiments.learner import compile_layers, device_here
+from experiments.side_by_side import train
 
 
 def carry_out(groups: Sequence[Group], output: Path, deadline: float, commit: str | None = None) -> bool:

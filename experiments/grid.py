@@ -57,6 +57,11 @@ class Group:
     students: tuple[Student, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def needles(self) -> bool:
+        """Whether students are asked for needles at all lengths, after they have learned to find them."""
+        return self.table == "d"
+
     def is_analysed(self, student: Student) -> bool:
         """Figures compare students of one seed at one rate."""
         return self.recipe.seed == SEEDS[0] and student.learning_rate == BEST_RATE and self.table != "noise"

@@ -25,7 +25,7 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterat
     bigram = json.loads(judged.read_text()) if judged.exists() else None
     floor, b = tables.noise(runs), tables.table_b(of_a)
     c, d = tables.table_c(runs), tables.table_d(runs)
-    lengths = [name for name in (d[0] if d else ()) if name.startswith("ce_")]
+    lengths = [name for name in (d[0] if d else ()) if name.startswith(("ce_", "needle_"))]
     per_run = {"table_a": tables.table_a(of_a, bigram), "table_b": b, "table_c": c, "table_d": d, "noise": floor}
     summaries = {
         "table_a": tables.summary_a(of_a),

@@ -7,114 +7,30 @@ one device does without: accumulation, several ranks, recomputation. A step is o
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
-from transformers import PreTrainedModel, get_scheduler, set_seed
+from torch import Tensor
+from torch.utils.data import Subset
+from transformers import PreTrainedModel
 
-from affine_attn.core.alpha import alpha_gates, track_alpha
+from affine_attn.distill.data import sequences
 from affine_attn.distill.estimate import Size, size_of
-from affine_attn.distill.losses import Loss, Teacher, chunked_loss
+from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards, temporary
-from affine_attn.distill.statistics import SEQUENCES, columns
+from affine_attn.distill.statistics import SEQUENCES
 from affine_attn.distill.teacher import ask
-from affine_attn.models import AffineAttnForCausalLM
-from affine_attn.models.statistics import collect_statistics, evaluating
-from experiments import runs
-from experiments.grid import Group, Student
-from experiments.replay import Replay
+from affine_attn.models.statistics import evaluating
+from experiments import needles, runs
+from experiments.grid import Group
+from experiments.learner import Learner, batches_of, context, device_here, loss_of, on_device, room_for_graphs
 
 # Steps between two looks at the clock and at what was measured, for which the host waits.
 LOOK_STEPS = 10
-# Attentions of a process, each compiled for its first layer; torch would go back to uncompiled code after 8.
-_MOST_GRAPHS = 64
 _CHECKPOINT = "checkpoint.pt"
-
-
-class Learner:
-    """A student under way."""
-
-    def __init__(self, student: Student, recipe: Recipe, device: torch.device):
-        self.student, self.recipe = student, recipe
-        set_seed(recipe.seed)
-        self.model = AffineAttnForCausalLM(student.config(recipe)).to(device)  # pyright: ignore[reportArgumentType]
-        if student.w_a == "zeros":
-            for gate in alpha_gates(self.model):
-                nn.init.zeros_(gate.w_a)
-        if recipe.compile:
-            compile_layers(self.model)
-        self.optimizer = _optimizer(self.model, recipe, torch.tensor(student.learning_rate, device=device))
-        track_alpha(self.model, self.optimizer)
-        self.schedule: Any = get_scheduler(
-            "warmup_stable_decay",
-            self.optimizer,
-            recipe.warmup_steps,
-            recipe.steps,
-            {"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
-        )
-        self.rows: list[list[float]] = []  # of finished steps, see runs.COLUMNS
-        self.statistics: list[dict[str, Any]] = []
-        self.diverged: int | None = None  # the first step with a loss or a gradient that is not finite
-        self._measured: list[tuple[float, Tensor]] = []
-        self._replay = Replay()
-
-    def step(self, batch: dict[str, Tensor], target: Teacher | None) -> None:
-        """One optimizer step. Nothing waits for its numbers."""
-        # Not read from the optimizer, whose rate lies on the device.
-        rate = self.student.learning_rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
-        inputs = [*batch.values(), *(() if target is None else (target.hidden,))]
-
-        def advance(*inputs: Tensor) -> Tensor:
-            asked = None if target is None else target._replace(hidden=inputs[-1])
-            return self._advance(dict(zip(batch, inputs, strict=False)), asked)
-
-        self._measured.append((rate, self._replay(advance, inputs)))
-        self.schedule.step()
-
-    def _advance(self, batch: dict[str, Tensor], target: Teacher | None) -> Tensor:
-        """Loss, hard loss and gradient norm of the step it takes, all of it on the device."""
-        loss = _loss(self.model, batch, target, self.recipe)
-        loss.loss.backward()
-        most = self.recipe.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return torch.stack((loss.loss.detach(), loss.hard, norm)).float()
-
-    def look(self) -> None:
-        """Take over what the steps since the last look have measured."""
-        if not self._measured:
-            return
-        rates, values = zip(*self._measured, strict=True)
-        self._measured = []
-        for rate, row in zip(rates, torch.stack(values).tolist(), strict=True):
-            if not all(map(math.isfinite, row)):
-                self.diverged = len(self.rows) + 1
-                return
-            self.rows.append([rate, *row])
-
-    def watch(self, sequences: Sequence[dict[str, Tensor]]) -> None:
-        """A line of statistics, without a trace in training."""
-        with _autocast(self.recipe, self.model.device):
-            layers = collect_statistics(self.model, sequences)
-        self.statistics.append({"step": len(self.rows), **columns(layers)})
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
-        return parts | {"rows": self.rows, "statistics": self.statistics, "diverged": self.diverged}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("model", "optimizer", "schedule"):
-            getattr(self, name).load_state_dict(state[name])
-        self.rows, self.statistics, self.diverged = state["rows"], state["statistics"], state["diverged"]
 
 
 def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline: float, environment: dict) -> bool:
@@ -127,18 +43,18 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         return False
     learners = [Learner(student, recipe, device) for student in waiting]
     seconds, speeds, step = _resume(folder / _CHECKPOINT, learners)
-    text = TokenShards(recipe.data, recipe.sequence_length, documents=recipe.documents)
+    text = sequences(recipe)
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
-    with _graphs():
-        batches = _batches(recipe, text, step, device)
+    with room_for_graphs():
+        batches = batches_of(recipe, text, step, device)
         while step < recipe.steps and (going := _going(learners)):
             if recipe.statistics_steps and step % recipe.statistics_steps < LOOK_STEPS:
                 for learner in going:
                     learner.watch(few)
             begin, before = time.perf_counter(), step
             for batch in islice(batches, LOOK_STEPS):
-                target = None if teacher is None else ask(teacher, _context(batch))
+                target = None if teacher is None else ask(teacher, context(batch))
                 for learner in going:
                     learner.step(batch, target)
                 step += 1
@@ -164,14 +80,17 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     speed["student_tokens_per_second"] = round(len(learners) * median(speeds)) if speeds else None
     speed["flops_per_second"] = round(cost * median(speeds)) if speeds else None
     for learner in learners:
-        own = folder / learner.student.name
+        own, measured = folder / learner.student.name, valid.get(learner.student.name)
         runs.write_series(own, group, learner, environment)
-        if learner.diverged is None:
+        if measured is not None:
             runs.write_model(own, learner.model, text.tokenizer)
             if group.is_analysed(learner.student):
                 runs.write_analysis(own, recipe, learner.model.config.num_hidden_layers)
+            if group.needles:
+                # After all else: it changes the model.
+                measured |= needles.found(learner.student, learner.model, group)
         # Last: a folder with a result is a finished run.
-        runs.write_result(own, group, learner, valid.get(learner.student.name), speed, environment)
+        runs.write_result(own, group, learner, measured, speed, environment)
     (folder / _CHECKPOINT).unlink(missing_ok=True)
     return True
 
@@ -205,14 +124,14 @@ def validate(
             sums = torch.zeros(len(models), 4, dtype=torch.float64)
             tokens = 0
             for batch in _held_out(group.recipe, length):
-                target = None if asked is None else ask(asked, _context(batch))
+                target = None if asked is None else ask(asked, context(batch))
                 tokens += int((batch["shift_labels"] != -100).sum())
                 taught = (
                     0.0 if target is None else float(chunked_loss(*target, None, batch["shift_labels"], tokens=1).hard)
                 )
                 for i, model in enumerate(models):
                     with evaluating(model):
-                        loss = _loss(model, batch, target, group.recipe, total=True)
+                        loss = loss_of(model, batch, target, group.recipe, total=True)
                     sums[i] += torch.tensor([float(loss.kd), float(loss.hard), float(loss.entropy), taught])
             for row, (kd, ce, entropy, taught) in zip(found, (sums / max(tokens, 1)).tolist(), strict=True):
                 if asked is not None:
@@ -221,81 +140,17 @@ def validate(
     return found
 
 
-def _loss(
-    model: PreTrainedModel, batch: dict[str, Tensor], target: Teacher | None, recipe: Recipe, total: bool = False
-) -> Loss:
-    with _autocast(recipe, model.device):
-        hidden = model.base_model(**_context(batch), use_cache=False).last_hidden_state
-        return chunked_loss(
-            hidden,
-            model.get_output_embeddings().weight,
-            target,
-            batch["shift_labels"],
-            spec=recipe.loss_spec,
-            shared=recipe.shared_vocab,
-            tokens=1 if total else None,
-        )
-
-
-def _optimizer(model: nn.Module, recipe: Recipe, rate: Tensor) -> torch.optim.Optimizer:
-    """AdamW as Trainer sets it up: norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads anew
-    at every step."""
-    parts: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
-    for name, parameter in model.named_parameters():
-        parts[0.0 if "norm" in name or "bias" in name else recipe.weight_decay].append(parameter)
-    entries = [{"params": parameters, "weight_decay": decay} for decay, parameters in parts.items()]
-    betas = (recipe.beta1, recipe.beta2)
-    return torch.optim.AdamW(entries, rate, betas=betas, fused=True, capturable=rate.is_cuda)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Layer by layer: those of one attention share what was compiled for the first, over all students."""
-    layers: Any = model.base_model.layers
-    for layer in layers:
-        layer.compile()
-
-
-@contextmanager
-def _graphs() -> Iterator[None]:
-    """Room for every attention of the grid; one too many is an error, where torch would quietly run uncompiled."""
-    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
-        yield
-
-
-def _autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16")
-
-
-def device_here() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _context(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-
-
-def _batches(recipe: Recipe, text: TokenShards, step: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    sampler = GlobalSampler(len(text), recipe.steps * recipe.global_batch, recipe.seed)
-    sampler.advance(step * recipe.global_batch)
-    return _on(device, text, recipe.global_batch, sampler=sampler, num_workers=recipe.workers)
-
-
 def _held_out(recipe: Recipe, length: int) -> Iterator[dict[str, Tensor]]:
     """In batches of as many tokens as in training."""
     text = TokenShards(recipe.data, length, "valid", recipe.documents)
     size = max(1, recipe.global_batch * recipe.sequence_length // length)
-    return _on(device_here(), Subset(text, range(min(len(text), recipe.valid_sequences))), size)
-
-
-def _on(device: torch.device, text: Dataset, size: int, **options: Any) -> Iterator[dict[str, Tensor]]:
-    for batch in DataLoader(text, size, pin_memory=device.type == "cuda", **options):
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return on_device(device_here(), Subset(text, range(min(len(text), recipe.valid_sequences))), size)
 
 
 def _few(recipe: Recipe, device: torch.device) -> list[dict[str, Tensor]]:
     """The sequences of the statistics, one by one."""
     text = TokenShards(recipe.data, recipe.sequence_length, "valid", recipe.documents)
-    items = (_context(text[i]) for i in range(min(SEQUENCES, len(text))))
+    items = (context(text[i]) for i in range(min(SEQUENCES, len(text))))
     return [{name: tensor[None].to(device) for name, tensor in item.items()} for item in items]
 
 

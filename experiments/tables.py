@@ -123,11 +123,12 @@ def table_c(runs: Iterable[Run]) -> list[Row]:
 
 
 def table_d(runs: Iterable[Run]) -> list[Row]:
-    """Losses on held-out text at the training length and beyond; longer text is cut into other sequences."""
+    """Losses on held-out text, and needles found, at the training length and beyond; longer text is cut into other
+    sequences."""
     rows = []
     for run in runs:
         if run.table == "d" and run.result:
-            further = {name: value for name, value in run.valid.items() if name.startswith("ce_")}
+            further = {name: value for name, value in run.valid.items() if name.startswith(("ce_", "needle_"))}
             length = run.config["recipe"]["sequence_length"]
             rows.append(_about(run) | {f"ce_{length}": run.valid.get("ce")} | further | _made(run))
     return rows

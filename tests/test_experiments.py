@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import Affine, AttentionSpec
 from affine_attn.core.variants import variant
 from affine_attn.distill import shards
+from affine_attn.distill.data import sequences
 from affine_attn.distill.run import run as distill
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.models import AffineAttnForCausalLM, preset
-from experiments import carry_out, compare, grid, page, report, runs, side_by_side, tables, zero_shot
+from experiments import carry_out, compare, grid, learner, needles, page, report, runs, side_by_side, tables, zero_shot
 from experiments.bigram import bigram
 from experiments.data import prepare_split
 from experiments.plan import plan
@@ -102,7 +104,7 @@ def test_decay_is_the_trainers(data, tmp_path):
         AffineAttnForCausalLM(config), training_arguments(chosen, tmp_path), TokenShards(data, LENGTH)
     )
     model = AffineAttnForCausalLM(config)
-    ours = side_by_side._optimizer(model, chosen, torch.tensor(1e-3))
+    ours = learner.new_optimizer(model, chosen, torch.tensor(1e-3))
     decays = {id(p): entry["weight_decay"] for entry in ours.param_groups for p in entry["params"]}
     theirs_by_name = {
         id(p): entry["weight_decay"] for entry in theirs.create_optimizer().param_groups for p in entry["params"]
@@ -215,11 +217,11 @@ def test_options_of_a_student(recipe, tmp_path):
     student = grid.Student(
         variant="odd one", attention=spec, learning_rate=0.01, w_a="zeros", qk_norm=True, positions="p_rope"
     )
-    learner = side_by_side.Learner(student, recipe, torch.device("cpu"))
-    assert all(not gate.w_a.any() for gate in side_by_side.alpha_gates(learner.model))
-    assert learner.model.config.rope_parameters["rope_type"] == "p_rope"
+    new = learner.Learner(student, recipe, torch.device("cpu"))
+    assert all(not gate.w_a.any() for gate in alpha_gates(new.model))
+    assert new.model.config.rope_parameters["rope_type"] == "p_rope"
     plain = replace(recipe, documents=False, steps=4, warmup_steps=1)
-    group = grid.Group(name="d", table="d", recipe=plain, students=(student,), lengths=(LENGTH, 4 * LENGTH))
+    group = grid.Group(name="c", table="c", recipe=plain, students=(student,), lengths=(LENGTH, 4 * LENGTH))
     (run,) = trained(group, tmp_path).values()
     model = AffineAttnForCausalLM.from_pretrained(run.folder / runs.MODEL)
     assert model.config.qk_norm
@@ -230,6 +232,44 @@ def test_options_of_a_student(recipe, tmp_path):
             logits = model(input_ids=text[i]["input_ids"][None]).logits[0]
         losses.append(torch.nn.functional.cross_entropy(logits, text[i]["shift_labels"], reduction="none"))
     assert run.valid[f"ce_{4 * LENGTH}"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+
+def test_needles_are_learned_and_asked_for_at_every_length(recipe, data, tmp_path):
+    own, vocabulary = shutil.copytree(data, tmp_path / "shards"), 300
+    train_tokenizer(
+        [json.dumps(DOCUMENTS), "\nThe special magic Oslo number is 1234567.\n"] * 20,
+        vocabulary,
+        own / shards.TOKENIZER,
+    )
+    longer = replace(recipe, data=str(own), vocab_size=vocabulary, teacher=None, documents=False, sequence_length=256)
+    group = grid.Group(
+        name="d",
+        table="d",
+        recipe=replace(longer, steps=30, warmup_steps=2, learning_rate=1e-2),
+        students=a_group(longer, "affine").students,
+        lengths=(256, 280),
+    )
+    (run,) = trained(group, tmp_path / "runs").values()
+    assert {"needle_256", "needle_280"} <= run.valid.keys()
+    (row,) = tables.table_d([run])
+    assert row["needle_280"] == run.valid["needle_280"]
+    # What was saved has not seen a needle yet; found() teaches it.
+    model = AffineAttnForCausalLM.from_pretrained(run.folder / runs.MODEL)
+    asked = replace(group.recipe, needles=needles.NEEDLES, valid_sequences=4)
+
+    def loss() -> float:
+        with torch.no_grad():
+            batches = [
+                {name: tensor[None] for name, tensor in item.items()}
+                for item in map(sequences(asked).__getitem__, range(4))
+            ]
+            return sum(float(learner.loss_of(model, batch, None, asked).loss) for batch in batches)
+
+    before = loss()
+    measured = needles.found(group.students[0], model, group)
+    assert loss() < 0.9 * before
+    assert measured.keys() == {"needle_256", "needle_280"}
+    assert all(0 <= value <= 1 for value in measured.values())
 
 
 def test_the_grid_and_its_plan(data, teacher, tmp_path):

@@ -17,7 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, variant
+from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
+from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.rope import Rope
 from affine_attn.core.spec import GATES
 from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, preset
@@ -359,3 +360,19 @@ def test_unknown_presets_are_refused():
 def test_auto_config_knows_the_type(tmp_path):
     tiny_config("logn").save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is AffineAttnConfig
+
+
+def test_a_loaded_model_may_step_before_it_has_counted_a_token(tmp_path):
+    """Loaded in eval mode, as from_pretrained does: nothing is counted, and the average stays."""
+    AffineAttnForCausalLM(preset("nano", "affine")).save_pretrained(tmp_path)
+    model = AffineAttnForCausalLM.from_pretrained(tmp_path)
+    before = [gate.alpha_ma.clone() for gate in alpha_gates(model)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    track_alpha(model, optimizer)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    assert all(torch.equal(gate.alpha_ma, old) for gate, old in zip(alpha_gates(model), before, strict=True))
+    model.train()
+    model(torch.tensor([[1, 2, 3]]))
+    optimizer.step()
+    assert not any(torch.equal(gate.alpha_ma, old) for gate, old in zip(alpha_gates(model), before, strict=True))

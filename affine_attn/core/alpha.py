@@ -101,10 +101,7 @@ class AlphaGate(nn.Module):
 
     def _accumulate(self, alpha: Tensor, valid: Tensor | None) -> None:
         self._warn_if_never_committed()
-        if self._sum.device != alpha.device:
-            # Built on the meta device and filled from a checkpoint, as Hugging Face loads models: not through _apply.
-            self._sum = self._sum.new_zeros(self._sum.shape, device=alpha.device)
-            self._count = torch.zeros_like(self._sum)
+        self._place_sums(alpha.device)
         own = self._own(alpha)
         if valid is None:
             self._sum[own] += alpha.sum((0, 2))
@@ -112,6 +109,12 @@ class AlphaGate(nn.Module):
         else:
             self._sum[own] += (alpha * valid[:, None]).sum((0, 2))
             self._count[own] += valid.sum()
+
+    def _place_sums(self, device: torch.device) -> None:
+        """Built on the meta device and filled from a checkpoint, as Hugging Face loads models: not through _apply."""
+        if self._sum.device != device:
+            self._sum = self._sum.new_zeros(self._sum.shape, device=device)
+            self._count = torch.zeros_like(self._sum)
 
     def _warn_if_never_committed(self) -> None:
         """An optimizer step bumps the version of W_a; sums that outlive one belong to a loop that never commits."""
@@ -151,6 +154,9 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     gates = alpha_gates(model)
     if not gates:
         return
+    for gate in gates:
+        # Where nothing was counted yet, say because all forwards were in eval mode.
+        gate._place_sums(gate.alpha_ma.device)
     totals = torch.cat([torch.cat((gate._sum, gate._count)) for gate in gates])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals, group=group)

@@ -1,0 +1,173 @@
+"""A student that learns: its optimizer, its steps, and the batches it takes them on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, get_scheduler, set_seed
+
+from affine_attn.core.alpha import alpha_gates, track_alpha
+from affine_attn.distill.data import Sequences
+from affine_attn.distill.losses import Loss, Teacher, chunked_loss
+from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.sampler import GlobalSampler
+from affine_attn.distill.statistics import columns
+from affine_attn.models import AffineAttnForCausalLM
+from affine_attn.models.statistics import collect_statistics
+from experiments.grid import Student
+from experiments.replay import Replay
+
+# Attentions of a process, each compiled for its first layer; torch would go back to uncompiled code after 8.
+_MOST_GRAPHS = 64
+
+
+class Learner:
+    """A student under way."""
+
+    def __init__(self, student: Student, recipe: Recipe, device: torch.device, model: Any = None):
+        """model: one to go on with, instead of a new one."""
+        self.student, self.recipe = student, recipe
+        set_seed(recipe.seed)
+        self.model = _new_model(student, recipe, device) if model is None else model.train()
+        self.optimizer = new_optimizer(self.model, recipe, torch.tensor(student.learning_rate, device=device))
+        track_alpha(self.model, self.optimizer)
+        self.schedule: Any = get_scheduler(
+            "warmup_stable_decay",
+            self.optimizer,
+            recipe.warmup_steps,
+            recipe.steps,
+            {"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
+        )
+        self.rows: list[list[float]] = []  # of finished steps, see runs.COLUMNS
+        self.statistics: list[dict[str, Any]] = []
+        self.diverged: int | None = None  # the first step with a loss or a gradient that is not finite
+        self._measured: list[tuple[float, Tensor]] = []
+        self._replay = Replay()
+
+    def step(self, batch: dict[str, Tensor], target: Teacher | None) -> None:
+        """One optimizer step. Nothing waits for its numbers."""
+        # Not read from the optimizer, whose rate lies on the device.
+        rate = self.student.learning_rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        inputs = [*batch.values(), *(() if target is None else (target.hidden,))]
+
+        def advance(*inputs: Tensor) -> Tensor:
+            asked = None if target is None else target._replace(hidden=inputs[-1])
+            return self._advance(dict(zip(batch, inputs, strict=False)), asked)
+
+        self._measured.append((rate, self._replay(advance, inputs)))
+        self.schedule.step()
+
+    def _advance(self, batch: dict[str, Tensor], target: Teacher | None) -> Tensor:
+        """Loss, hard loss and gradient norm of the step it takes, all of it on the device."""
+        loss = loss_of(self.model, batch, target, self.recipe)
+        loss.loss.backward()
+        most = self.recipe.max_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack((loss.loss.detach(), loss.hard, norm)).float()
+
+    def look(self) -> None:
+        """Take over what the steps since the last look have measured."""
+        if not self._measured:
+            return
+        rates, values = zip(*self._measured, strict=True)
+        self._measured = []
+        for rate, row in zip(rates, torch.stack(values).tolist(), strict=True):
+            if not all(map(math.isfinite, row)):
+                self.diverged = len(self.rows) + 1
+                return
+            self.rows.append([rate, *row])
+
+    def watch(self, sequences: Sequence[dict[str, Tensor]]) -> None:
+        """A line of statistics, without a trace in training."""
+        with autocast(self.recipe, self.model.device):
+            layers = collect_statistics(self.model, sequences)
+        self.statistics.append({"step": len(self.rows), **columns(layers)})
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
+        return parts | {"rows": self.rows, "statistics": self.statistics, "diverged": self.diverged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("model", "optimizer", "schedule"):
+            getattr(self, name).load_state_dict(state[name])
+        self.rows, self.statistics, self.diverged = state["rows"], state["statistics"], state["diverged"]
+
+
+def _new_model(student: Student, recipe: Recipe, device: torch.device) -> AffineAttnForCausalLM:
+    model: Any = AffineAttnForCausalLM(student.config(recipe)).to(device)  # pyright: ignore[reportArgumentType]
+    if student.w_a == "zeros":
+        for gate in alpha_gates(model):
+            nn.init.zeros_(gate.w_a)
+    if recipe.compile:
+        compile_layers(model)
+    return model
+
+
+def loss_of(
+    model: PreTrainedModel, batch: dict[str, Tensor], target: Teacher | None, recipe: Recipe, total: bool = False
+) -> Loss:
+    with autocast(recipe, model.device):
+        hidden = model.base_model(**context(batch), use_cache=False).last_hidden_state
+        return chunked_loss(
+            hidden,
+            model.get_output_embeddings().weight,
+            target,
+            batch["shift_labels"],
+            spec=recipe.loss_spec,
+            shared=recipe.shared_vocab,
+            tokens=1 if total else None,
+        )
+
+
+def new_optimizer(model: nn.Module, recipe: Recipe, rate: Tensor) -> torch.optim.Optimizer:
+    """AdamW as Trainer sets it up: norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads anew
+    at every step."""
+    parts: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
+    for name, parameter in model.named_parameters():
+        parts[0.0 if "norm" in name or "bias" in name else recipe.weight_decay].append(parameter)
+    entries = [{"params": parameters, "weight_decay": decay} for decay, parameters in parts.items()]
+    betas = (recipe.beta1, recipe.beta2)
+    return torch.optim.AdamW(entries, rate, betas=betas, fused=True, capturable=rate.is_cuda)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Layer by layer: those of one attention share what was compiled for the first, over all students."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.compile()
+
+
+@contextmanager
+def room_for_graphs() -> Iterator[None]:
+    """Room for every attention of the grid; one too many is an error, where torch would quietly run uncompiled."""
+    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16")
+
+
+def device_here() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def context(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+
+
+def batches_of(recipe: Recipe, text: Sequences, step: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    sampler = GlobalSampler(len(text), recipe.steps * recipe.global_batch, recipe.seed)
+    sampler.advance(step * recipe.global_batch)
+    return on_device(device, text, recipe.global_batch, sampler=sampler, num_workers=recipe.workers)
+
+
+def on_device(device: torch.device, text: Dataset, size: int, **options: Any) -> Iterator[dict[str, Tensor]]:
+    for batch in DataLoader(text, size, pin_memory=device.type == "cuda", **options):
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
