@@ -269,8 +269,27 @@ def evaluate(
         bool,
         typer.Option("--by-position", help="loss by position over joined documents: give a --length beyond training"),
     ] = False,
+    needle: Annotated[
+        bool,
+        typer.Option("--needle", help="retrieval of a number hidden in --length tokens of joined documents, by depth"),
+    ] = False,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="where the needle lies, 0 the beginning of the text and 1 its end; may be repeated; "
+            "default: 0, 0.25, 0.5, 0.75 and 1",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the needles and the text around them")] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="only the first documents of every task or text, or sequences of shards")
+        int | None,
+        typer.Option(
+            min=1,
+            help="only the first documents of every task or text, or sequences of shards; with --needle the haystacks "
+            "of every depth, default: 20",
+        ),
     ] = None,
     batch_size: BatchSize = None,
     device: Device = None,
@@ -303,6 +322,9 @@ def evaluate(
             lengths=length or (),
             stride=stride,
             by_position=by_position,
+            needle=needle,
+            depths=depth or (),
+            seed=seed,
             limit=limit,
             batch_size=batch_size,
         )

@@ -192,6 +192,9 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             for place in result.get("positions", ()):
                 positions = f"loss at {place['first']}-{place['last']}"
                 table.add_row(result["name"], positions, _number(place["value"]), _number(place["stderr"]))
+            for place in result.get("depths", ()):
+                depth = f"accuracy at depth {place['depth']:g}"
+                table.add_row(result["name"], depth, _number(place["value"]), _number(place["stderr"]))
         found.append(table)
     return found
 

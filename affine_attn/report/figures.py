@@ -171,7 +171,7 @@ def _attention_while_training(trained: list[tuple[int, Run]]) -> list[Figure]:
 
 
 def evaluation(runs: Sequence[Run]) -> list[Figure]:
-    return [*_accuracies(runs), *_positions(runs)]
+    return [*_accuracies(runs), *_positions(runs), *_needles(runs)]
 
 
 def _accuracies(runs: Sequence[Run]) -> list[Figure]:
@@ -215,6 +215,24 @@ def _positions(runs: Sequence[Run]) -> list[Figure]:
         panels.append(Panel({"": traces}, _axes("position", "loss", xaxis=ticks), label(name)))
     caption = "Mean loss up to each position, from twice as early; bars are 95 % intervals over sequences."
     return [Figure("positions", "Loss by position", caption, panels)] if panels else []
+
+
+def _needles(runs: Sequence[Run]) -> list[Figure]:
+    by_name: dict[str, list[dict]] = {}
+    for i, run in enumerate(runs):
+        for found in run.evaluations:
+            if "depths" in found:
+                places = sorted(found["depths"], key=lambda place: place["depth"])
+                trace = _line(i, run, [p["depth"] for p in places], rounded(percent(p["value"]) for p in places))
+                errors = _interval([percent(p["stderr"]) for p in places])
+                by_name.setdefault(found["name"], []).append(trace | {"mode": "lines+markers", "error_y": errors})
+    axes = _axes("depth of the needle", "found, %", yaxis={"range": [-5, 105]})
+    panels = [Panel({"": traces}, axes, label(name)) for name, traces in by_name.items()]
+    caption = (
+        "How often the model writes a number that is hidden in a text and asked for after it; depth 0 is the text's "
+        "beginning. The last part of a heading is the length in tokens; bars are 95 % intervals over haystacks."
+    )
+    return [Figure("needles", "Needles in haystacks", caption, panels)] if panels else []
 
 
 def analysis(runs: Sequence[Run]) -> list[Figure]:
