@@ -104,6 +104,20 @@ def test_needles_are_found_by_depth(runs):
     assert panel.traces[""][0]["error_y"]["array"] == [19.6, 19.6]
 
 
+def test_the_activations_stand_beside_the_alpha_that_they_made(runs):
+    shown = {figure.id: figure for figure in figures.analysis(read_runs(runs))}["activations"]
+    clipping, sigmoid = shown.panels[0].traces[""]
+    at = dict(zip(clipping["x"], zip(clipping["y"], sigmoid["y"], strict=True), strict=True))
+    assert (at[-5.0], at[0.0], at[2.0]) == ((0.0, 0.0066929), (0.5, 0.5), (0.7, 0.8808))
+    (own,) = shown.panels[1].traces[""]
+    content = files.read(runs[1] / "model" / "analysis").content
+    counts = np.array(content["histograms"]["alpha"]["counts"]).sum((0, 1))
+    np.testing.assert_allclose(own["y"], counts / counts.max(), atol=1e-5)
+    assert own["meta"] == 1
+    # Softmax alone has no alpha to show.
+    assert "activations" not in {figure.id for figure in figures.analysis(read_runs(runs[:1]))}
+
+
 def test_the_same_files_give_the_same_page_and_a_small_one(runs, page):
     assert html(read_runs(runs)) == page.read_text()
     assert page.stat().st_size < 3e6
@@ -252,7 +266,7 @@ def test_every_figure_is_drawn_without_a_complaint(opened):
     )
     assert {plot["id"].rsplit("-", 1)[0] for plot in plots} == {
         "loss", "gradient-norm", "validation", "while-training", "tasks", "positions", "needles", "row-sums",
-        "per-layer", "per-head", "alpha-beta", "maps",
+        "per-layer", "per-head", "activations", "alpha-beta", "maps",
     }  # fmt: skip
     assert [plot["id"] for plot in plots if not plot["marks"]] == []
     assert [plot["wrong"] for plot in plots if plot["wrong"]] == []

@@ -23,8 +23,7 @@ def linear_clipping(x: Tensor) -> Tensor:
     return (0.1 * x + 0.5).clamp(0, 1)
 
 
-_PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
-
+PHI: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
 
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
@@ -91,7 +90,7 @@ class AlphaGate(nn.Module):
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
         logits = _wide_linear(x, self.w_a)
         # Rows of one head side by side, as the kernels read them.
-        alpha = self.affine.alpha_range * _PHI[self.affine.phi](logits).transpose(1, 2).contiguous()
+        alpha = self.affine.alpha_range * PHI[self.affine.phi](logits).transpose(1, 2).contiguous()
         if self.training and torch.is_grad_enabled():
             self._accumulate(alpha.detach(), valid)
         return alpha

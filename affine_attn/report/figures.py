@@ -10,8 +10,10 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import torch
 
 from affine_attn.analyze.training import LATE, running_mean
+from affine_attn.core.alpha import PHI
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.report.runs import Run
 
@@ -243,6 +245,7 @@ def analysis(runs: Sequence[Run]) -> list[Figure]:
         _row_sums(analysed),
         _per_layer(analysed),
         _per_head(analysed),
+        *_activations(analysed),
         *_histograms(analysed),
         _maps(analysed),
     ]
@@ -318,6 +321,30 @@ def _per_head(analysed: list[tuple[int, Run]]) -> Figure:
         "does not exist."
     )
     return Figure("per-head", "Layers and heads", caption, panels, [Picker("metric", [METRICS[m] for m in metrics])])
+
+
+def _activations(analysed: list[tuple[int, Run]]) -> list[Figure]:
+    having = [(i, run) for i, run in analysed if run.analysis.alpha_counts is not None]
+    if not having:
+        return []
+    x, functions, names = torch.arange(-80, 81) / 10, [], []
+    for (name, phi), dash, place in zip(PHI.items(), ("solid", "dash"), (-4.0, 2.0), strict=True):
+        line = {"color": COLOURS[-1], "dash": dash, "width": 1.8}
+        curve = {"x": rounded(x.tolist()), "y": rounded(phi(x).tolist()), "line": line, "hovertemplate": "%{y:.3f}"}
+        spoken = name.replace("_", " ")
+        functions.append({"type": "scatter", "mode": "lines", "name": spoken} | curve)
+        beside = {"showarrow": False, "xanchor": "right", "xshift": -8}
+        names.append({"x": place, "y": float(phi(torch.tensor(place))), "text": spoken} | beside)
+    own = [_steps(i, run, _histogram(run, "alpha")["edges"], run.analysis.alpha_counts.tolist()) for i, run in having]
+    panels = [
+        Panel({"": functions}, _axes("x = W_a h", "φ(x)") | {"annotations": names}, "activation"),
+        Panel({"": own}, _axes("α", "") | _CLOSEST, "α of all layers and heads"),
+    ]
+    caption = (
+        "α is alpha_range times one of two functions (the paper's Figure 11); beside them, what the models make of it, "
+        "each curve scaled to its highest bin. At the flat ends of linear clipping no gradient passes."
+    )
+    return [Figure("activations", "The activation of α", caption, panels)]
 
 
 def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:
