@@ -4,7 +4,7 @@ import json
 import runpy
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,23 +12,71 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from affine_attn import __version__
+
+# Names that a shell completes. Where they are defined torch is loaded, which a keystroke cannot wait for.
+VARIANTS = (
+    "softmax", "off_by_one", "sink", "gated", "gated_headwise", "affine", "affine_sigmoid", "affine_gated",
+    "scale_invariant", "logn", "alibi",
+)  # fmt: skip
+RECIPES = ("demo", "small", "needle", "paper-0.5b", "paper-1b", "paper-3b")
+DTYPES = ("float32", "bfloat16", "float16")
+TASKS = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq")
+
 app = typer.Typer(
     name="affine-attn",
     help="Attention whose weights need not sum to one: affine scaling, sinks, gates and distance logits.",
+    epilog="From text to a report: prepare, distill, eval, analyze, report; demo does it all in small. "
+    "Exit codes: 0 done, 2 wrong input (one line says what), 143 stopped by SIGTERM.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
 )
 console = Console()
 
-# Options of several commands.
-Device = Annotated[str | None, typer.Option(help="default: cuda where there is one, else cpu")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16, float16; default: the checkpoint's on cuda, else float32")
+
+def _one_of(*names: str) -> Callable[[str], list[str]]:
+    """What completes the beginning of a name."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+# Arguments and options of several commands.
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="folder or hub id of a causal model with its tokenizer")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1, ...; default: cuda where there is one", autocompletion=_one_of("cpu", "cuda")
+    ),
 ]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="default: as many as the memory of their logits allows")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(DTYPES)}; default: the checkpoint's on cuda, else float32", autocompletion=_one_of(*DTYPES)
+    ),
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="sequences at once; default: as many as the memory of their logits allows")
+]
+# Headings of the list of commands.
+START, MODELS, TRAINING, EVALUATION = "Start", "Models", "Training", "Evaluation"
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command(rich_help_panel=START)
 def demo() -> None:
     """Minutes on two CPU cores: a corpus, a teacher, students with softmax, sink and affine attention, and their table.
 
@@ -43,49 +91,66 @@ def demo() -> None:
             run_demo(recipe("demo"), Path("runs/demo"), console)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def variants(
     check: Annotated[
         bool,
         typer.Option("--check", help="instead: the engine, the error and the cost of each on this machine"),
     ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="print names, formulas and specs as JSON")] = False,
 ) -> None:
     """Print the table of attention variants (Markdown)."""
-    if check:
-        from affine_attn.check import check_variants
+    with _one_line_errors():
+        if check and json_output:
+            raise ValueError("--json is of the table, not of --check")
+        if check:
+            from affine_attn.check import check_variants
 
-        check_variants(console)
-        return
-    from affine_attn.core.variants import variants_table
+            check_variants(console)
+            return
+        from affine_attn.core import variants as family
 
-    # Not through rich: the table must stay on its lines however narrow the terminal is.
-    print(variants_table())
+        # Not through rich: the table must stay on its lines however narrow the terminal is.
+        if json_output:
+            table = {
+                name: {"formula": formula, "source": source, "spec": spec.to_dict()}
+                for name, (spec, formula, source) in family.VARIANTS.items()
+            }
+            print(json.dumps(table, indent=1, ensure_ascii=False))
+        else:
+            print(family.variants_table())
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    arguments: Annotated[list[str] | None, typer.Argument(help="passed on; try: affine-attn bench -- --help")] = None,
-) -> None:
+# --help is the script's, as everything is that follows the command.
+@app.command(rich_help_panel=START, add_help_option=False, context_settings={"ignore_unknown_options": True})
+def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Time the family against the strongest stock attention on this machine (needs a source checkout)."""
     script = Path(__file__).parent.parent / "benchmarks" / "run.py"
-    if not script.exists():
-        console.print(
-            "[red]bench needs a source checkout: benchmarks/run.py is not part of the installed package[/red]"
-        )
-        raise typer.Exit(2)
+    with _one_line_errors():
+        if not script.exists():
+            raise ValueError("bench needs a source checkout: benchmarks/run.py is not part of the installed package")
     sys.argv = [str(script), *(arguments or [])]
     runpy.run_path(str(script), run_name="__main__")
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def convert(
-    source: Annotated[str, typer.Argument(help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder or hub id")],
-    target: Annotated[Path, typer.Argument(help="the folder to write")],
-    attention: Annotated[str, typer.Option(help="a variant, see: affine-attn variants")] = "affine",
-    start_as_softmax: Annotated[bool, typer.Option(help="affine that computes softmax until it is trained")] = False,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder or hub id"),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write: a new or an empty one")],
+    attention: Annotated[
+        str, typer.Option(help="a variant, see: affine-attn variants", autocompletion=_one_of(*VARIANTS))
+    ] = "affine",
+    start_as_softmax: Annotated[
+        bool, typer.Option("--start-as-softmax", help="affine that computes softmax until it is trained")
+    ] = False,
     gguf_file: Annotated[str | None, typer.Option(help="read this GGUF file of the source")] = None,
-    to_plain: Annotated[bool, typer.Option(help="the other way: a softmax AffineAttn model to Llama or Qwen")] = False,
-    with_code: Annotated[bool, typer.Option(help="add code that loads it without this package")] = False,
+    to_plain: Annotated[
+        bool, typer.Option("--to-plain", help="the other way: a softmax AffineAttn model to Llama or Qwen")
+    ] = False,
+    with_code: Annotated[bool, typer.Option("--with-code", help="add code that loads it without this package")] = False,
 ) -> None:
     """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
     with _one_line_errors():
@@ -97,19 +162,19 @@ def convert(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def generate(
-    model: Annotated[str, typer.Argument(help="folder or hub id of a causal model with its tokenizer")],
-    prompt: Annotated[str, typer.Argument(help="the text to continue")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens after which it ends, at the latest")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of the random numbers, with a temperature")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the random numbers, with a temperature")] = 0,
     device: Device = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="constant memory: keep the first 4 and so many recent tokens")
     ] = None,
 ) -> None:
-    """Continue a prompt, token by token, and say how fast."""
+    """Continue a prompt, token by token, and say how fast: the text on stdout, the speed on stderr."""
     with _one_line_errors():
         from affine_attn.models.folders import generate_text
 
@@ -117,14 +182,18 @@ def generate(
     Console(stderr=True).print(speed, markup=False, highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def prepare(
-    out: Annotated[Path, typer.Argument(help="the folder to write; one that was begun with the same settings goes on")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="the folder to write; one that was begun with the same settings goes on"),
+    ],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="SOURCE",
             help="text files, JSON lines (.jsonl; also .gz, .xz, .bz2, .zst), parquet, folders of those, or a dataset "
-            "of the hub as ID[:CONFIG[:SPLIT]]; none: this Python's standard library"
+            "of the hub as ID[:CONFIG[:SPLIT]]; none: this Python's standard library",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -172,13 +241,14 @@ def prepare(
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def distill(
     name: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="demo, small, needle, paper-0.5b, paper-1b or paper-3b")
+        str, typer.Argument(metavar="RECIPE", help=f"one of {', '.join(RECIPES)}", autocompletion=_one_of(*RECIPES))
     ],
     assignments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="what differs from the recipe")
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE", help="what differs from the recipe; --dry-run prints all fields"),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
@@ -229,15 +299,71 @@ def distill(
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("eval")
+@app.command(rich_help_panel=TRAINING)
+def cache_teacher(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="a folder of shards, see: affine-attn prepare")],
+    teacher: Annotated[
+        str, typer.Argument(metavar="TEACHER", help="a causal model of the same tokenizer: folder or hub id")
+    ],
+    sequence_length: Annotated[int, typer.Option(min=1, help="of the training that will read the cache")] = 2048,
+    top_k: Annotated[int, typer.Option(min=1, help="largest entries kept of every token")] = 64,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="of the teacher and of the logits that are kept: bfloat16 or float32",
+            autocompletion=_one_of("bfloat16", "float32"),
+        ),
+    ] = "bfloat16",
+    documents: Annotated[bool, typer.Option(help="keep documents apart, as the recipe's field documents")] = True,
+    shared_vocab: Annotated[
+        int | None, typer.Option(min=1, help="leading entries that student and teacher share, where sizes differ")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="the folder to write; default: DATA/teacher-cache")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences at once")] = 8,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens of a file; a killed run loses one at most")] = 1
+    << 22,
+    device: Device = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
+) -> None:
+    """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.
+
+    Stopped at any moment, the same command goes on. Started once per GPU (--device cuda:0, cuda:1, ...), the processes
+    share the work.
+    """
+    with _one_line_errors():
+        from affine_attn.distill import cache, estimate, shards
+
+        plan = cache.CachePlan(
+            data=data,
+            out=output or data / shards.TEACHER_CACHE,
+            sequence_length=sequence_length,
+            k=top_k,
+            vocabulary=shared_vocab or estimate.architecture(teacher, offline=False).vocab_size,
+            documents=documents,
+            dtype=dtype,
+            shard_tokens=shard_tokens,
+        )
+        console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+        if dry_run:
+            return
+        line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch_size, device))
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+# Headings of eval's options.
+TEXTS, LONG, ELSEWHERE = "Perplexity", "Long contexts, on --text or --shards", "Scoring on another machine"
+
+
+@app.command("eval", rich_help_panel=EVALUATION)
 def evaluate(
-    model: Annotated[str, typer.Argument(help="folder or hub id of a causal model with its tokenizer")],
+    model: Model,
     tasks: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="TASK",
-            help="tasks of lm-evaluation-harness; default: winogrande piqa hellaswag arc_challenge arc_easy boolq, "
+            help=f"tasks of lm-evaluation-harness; default, without --text and --shards: {' '.join(TASKS)}, "
             "zero-shot. c4 is the perplexity of the paper's Table 1",
+            autocompletion=_one_of(*TASKS, "c4"),
         ),
     ] = None,
     data: Annotated[
@@ -250,28 +376,48 @@ def evaluate(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="perplexity of a text file or of JSON lines, document by document; may be repeated"),
+        typer.Option(
+            help="perplexity of a text file or of JSON lines, document by document; may be repeated",
+            rich_help_panel=TEXTS,
+        ),
     ] = None,
     shards: Annotated[
         list[Path] | None,
-        typer.Option(help="loss on the valid split of prepared shards, packed as in training; may be repeated"),
+        typer.Option(
+            help="loss on the valid split of prepared shards, packed as in training; may be repeated",
+            rich_help_panel=TEXTS,
+        ),
     ] = None,
     length: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="tokens a window of --text or --shards holds; may be repeated; default: 2048 or the model's"
+            min=1,
+            help="tokens of a window of --text, or of a sequence; may be repeated; default: 2048, or as many as the "
+            "model has positions",
+            rich_help_panel=TEXTS,
         ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="new tokens per window of --text; default: all of them, no overlap")
+        int | None,
+        typer.Option(
+            min=1, help="new tokens per window of --text; default: all of them, no overlap", rich_help_panel=TEXTS
+        ),
     ] = None,
     by_position: Annotated[
         bool,
-        typer.Option("--by-position", help="loss by position over joined documents: give a --length beyond training"),
+        typer.Option(
+            "--by-position",
+            help="loss by position over joined documents: give a --length beyond training",
+            rich_help_panel=LONG,
+        ),
     ] = False,
     needle: Annotated[
         bool,
-        typer.Option("--needle", help="retrieval of a number hidden in --length tokens of joined documents, by depth"),
+        typer.Option(
+            "--needle",
+            help="how often a number hidden in --length tokens of joined documents is found",
+            rich_help_panel=LONG,
+        ),
     ] = False,
     depth: Annotated[
         list[float] | None,
@@ -280,9 +426,10 @@ def evaluate(
             max=1.0,
             help="where the needle lies, 0 the beginning of the text and 1 its end; may be repeated; "
             "default: 0, 0.25, 0.5, 0.75 and 1",
+            rich_help_panel=LONG,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the needles and the text around them")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the needles and the text around them", rich_help_panel=LONG)] = 0,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -303,10 +450,16 @@ def evaluate(
     ] = None,
     export_requests: Annotated[
         Path | None,
-        typer.Option(help="evaluate nothing: write the tasks' requests to a file (.gz) for affine-attn eval-score"),
+        typer.Option(
+            help="evaluate nothing: write the tasks' requests to a file (.gz) for affine-attn eval-score",
+            rich_help_panel=ELSEWHERE,
+        ),
     ] = None,
     import_scores: Annotated[
-        Path | None, typer.Option(help="compute the tasks' metrics from a file that affine-attn eval-score wrote")
+        Path | None,
+        typer.Option(
+            help="compute the tasks' metrics from a file that affine-attn eval-score wrote", rich_help_panel=ELSEWHERE
+        ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
@@ -342,11 +495,15 @@ def evaluate(
         console.print(table)
 
 
-@app.command("eval-score")
+@app.command("eval-score", rich_help_panel=EVALUATION)
 def eval_score(
-    model: Annotated[str, typer.Argument(help="folder or hub id of the model the requests were exported for")],
-    requests: Annotated[Path, typer.Argument(help="what affine-attn eval --export-requests wrote")],
-    scores: Annotated[Path, typer.Argument(help="the file to write, for affine-attn eval --import-scores")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="folder or hub id of the model the requests were exported for")
+    ],
+    requests: Annotated[Path, typer.Argument(metavar="REQUESTS", help="what affine-attn eval --export-requests wrote")],
+    scores: Annotated[
+        Path, typer.Argument(metavar="SCORES", help="the file to write, for affine-attn eval --import-scores")
+    ],
     batch_size: BatchSize = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -361,7 +518,7 @@ def eval_score(
     console.print(f"{scores}: {count} scores", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATION)
 def analyze(
     models: Annotated[
         list[str],
@@ -423,12 +580,12 @@ def analyze(
         console.print(f"{drawn}: {len(files)} files", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATION)
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="folders of affine-attn distill, finished or not, or of models that eval or analyze has results of",
         ),
     ],
@@ -448,51 +605,6 @@ def report(
 
         path = write_report(runs, output, figures)
     console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command()
-def cache_teacher(
-    data: Annotated[Path, typer.Argument(help="a folder of shards, see: affine-attn prepare")],
-    teacher: Annotated[str, typer.Argument(help="a causal model of the same tokenizer: folder or hub id")],
-    sequence_length: Annotated[int, typer.Option(min=1, help="of the training that will read the cache")] = 2048,
-    top_k: Annotated[int, typer.Option(min=1, help="largest entries kept of every token")] = 64,
-    dtype: Annotated[
-        str, typer.Option(help="of the teacher and of the logits that are kept: bfloat16 or float32")
-    ] = "bfloat16",
-    documents: Annotated[bool, typer.Option(help="whether documents are kept apart, as the recipe's field")] = True,
-    shared_vocab: Annotated[
-        int | None, typer.Option(min=1, help="leading entries that student and teacher share, where sizes differ")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="the folder to write; default: DATA/teacher-cache")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="sequences of a forward")] = 8,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens of a file; a killed run loses one at most")] = 1
-    << 22,
-    device: Device = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
-) -> None:
-    """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.
-
-    Stopped at any moment, the same command goes on. Started once per GPU (--device cuda:0, cuda:1, ...), the processes
-    share the work.
-    """
-    with _one_line_errors():
-        from affine_attn.distill import cache, estimate, shards
-
-        plan = cache.CachePlan(
-            data=data,
-            out=out or data / shards.TEACHER_CACHE,
-            sequence_length=sequence_length,
-            k=top_k,
-            vocabulary=shared_vocab or estimate.architecture(teacher, offline=False).vocab_size,
-            documents=documents,
-            dtype=dtype,
-            shard_tokens=shard_tokens,
-        )
-        console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
-        if dry_run:
-            return
-        line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch, device))
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _training_bar_alone() -> None:
@@ -520,8 +632,12 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        Console(stderr=True).print(str(error).splitlines()[0], style="red", markup=False, soft_wrap=True)
+        Console(stderr=True).print(_first_line(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 if __name__ == "__main__":

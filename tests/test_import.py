@@ -81,7 +81,7 @@ def test_the_table_would_catch_an_upward_import(tmp_path):
 
 def _loaded(program: str) -> list[str]:
     """Which of the heavy modules a program has loaded, torch among them."""
-    report = f"import sys\n{program}\nprint(*sorted({({*HEAVY, 'torch'})!r} & set(sys.modules)))"
+    report = f"import sys\n{program}\nprint(*sorted({ ({*HEAVY, 'torch'})!r} & set(sys.modules)))"
     return subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout.split()
 
 

@@ -35,7 +35,7 @@ COMMAND = "cache-teacher"
 FIELDS = ("teacher_ids", "teacher_logits", "teacher_log_sum_exp")
 # numpy has no bfloat16: its bits are kept.
 _STORED = {"bfloat16": "<u2", "float32": "<f4"}
-_REMEDY = "cache the teacher in another folder (affine-attn cache-teacher DATA TEACHER --out FOLDER)"
+_REMEDY = "cache the teacher in another folder (affine-attn cache-teacher DATA TEACHER --output FOLDER)"
 
 
 def record_dtype(k: int, vocabulary: int, dtype: str) -> np.dtype:
