@@ -16,7 +16,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 # here. The order of DESIGN.md is spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
-    {"core.spec", "core.rope", "core.kernels", "measure"},
+    {"__version__", "core.spec", "core.rope", "core.kernels", "measure"},
     {"core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},

@@ -82,9 +82,11 @@ def evaluate(
         raise ValueError("--import-scores is for tasks: --text and --shards need the model itself")
     else:
         measures = list(_imported_measures(subject, request, scores))
-    results = []
+    folder, results = output or subject.folder, []
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file: give a folder")
     for measure in measures:
-        result, path, was_there = measured_once(output or subject.folder, *measure)
+        result, path, was_there = measured_once(folder, *measure)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
         results.append(result)
     return {"model": subject.path, "results": results, "average": average({r["name"]: r for r in results})}
