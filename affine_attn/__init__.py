@@ -1,13 +1,17 @@
 """Attention whose weights need not sum to one: affine scaling, sinks, gates, distance logits, on fast kernels."""
 
-from affine_attn.core.alpha import AlphaGate, commit_alpha, track_alpha
-from affine_attn.core.dispatch import attention, explain
-from affine_attn.core.layer import AttentionLayer
-from affine_attn.core.masks import Mask
-from affine_attn.core.rope import Rope
-from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
-from affine_attn.core.stats import AttentionStats, attention_stats
-from affine_attn.core.variants import VARIANTS, variant
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from affine_attn.core.alpha import AlphaGate, commit_alpha, track_alpha
+    from affine_attn.core.dispatch import attention, explain
+    from affine_attn.core.layer import AttentionLayer
+    from affine_attn.core.masks import Mask
+    from affine_attn.core.rope import Rope
+    from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+    from affine_attn.core.stats import AttentionStats, attention_stats
+    from affine_attn.core.variants import VARIANTS, variant
 
 __version__ = "0.1.0"
 
@@ -30,3 +34,28 @@ __all__ = [
     "track_alpha",
     "variant",
 ]
+
+_MODULES = {
+    "core.alpha": ("AlphaGate", "commit_alpha", "track_alpha"),
+    "core.dispatch": ("attention", "explain"),
+    "core.layer": ("AttentionLayer",),
+    "core.masks": ("Mask",),
+    "core.rope": ("Rope",),
+    "core.spec": ("Affine", "Alibi", "AttentionSpec", "LogN", "ScaleInvariant"),
+    "core.stats": ("AttentionStats", "attention_stats"),
+    "core.variants": ("VARIANTS", "variant"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when first used: torch takes seconds, which affine-attn --help would wait for."""
+    for module, names in _MODULES.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

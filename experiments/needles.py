@@ -1,22 +1,24 @@
 """Table D's needles: a student learns to find them at the length of its training, and is asked at longer ones too."""
 
 from dataclasses import replace
-from statistics import fmean
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from affine_attn.distill.data import sequences
-from affine_attn.distill.needle import retrieval_accuracy
 from affine_attn.distill.shards import TokenShards
+from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_retrieval
+from affine_attn.evaluate.perplexity import encode
 from affine_attn.models import AffineAttnForCausalLM
+from affine_attn.models.folders import tokenizer_of
 from affine_attn.models.statistics import evaluating
 from experiments.grid import PAPER_RATE, Group, Student
 from experiments.learner import Learner, autocast, batches_of, room_for_graphs
 
-# As in arXiv 2505.17083: 300 steps, a third each of warmup, constant rate and decay, three needles.
-STEPS, NEEDLES = 300, 3
-# Haystacks of each length and depth.
-SAMPLES = 10
+# As in arXiv 2505.17083: a third each of warmup, constant rate and decay.
+STEPS = 300
+HAYSTACKS = 10
 
 
 def found(student: Student, model: AffineAttnForCausalLM, group: Group) -> dict[str, float]:
@@ -35,10 +37,11 @@ def found(student: Student, model: AffineAttnForCausalLM, group: Group) -> dict[
     with room_for_graphs():
         for batch in batches_of(recipe, sequences(recipe), 0, model.device):
             learner.step(batch, None)
-    text = TokenShards(recipe.data, recipe.sequence_length, "valid", documents=False)
+    text = joined_shards(Path(recipe.data))
+    tokenizer = tokenizer_of(str(TokenShards(recipe.data, 1).tokenizer))
     with torch.compiler.set_stance("force_eager"), evaluating(model), autocast(recipe, model.device):
-        rows = retrieval_accuracy(model, text, group.lengths, samples=SAMPLES, needles=NEEDLES)
-    return {
-        f"needle_{length}": fmean(row["accuracy"] for row in rows if row["length"] == length)
-        for length in group.lengths
-    }
+        measured = {
+            length: needle_retrieval(model, text, partial(encode, tokenizer), length, haystacks=HAYSTACKS)
+            for length in group.lengths
+        }
+    return {f"needle_{length}": result["metrics"]["accuracy"]["value"] for length, result in measured.items()}

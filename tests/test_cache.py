@@ -225,7 +225,7 @@ def test_sharded_in_bf16_the_targets_and_the_loss_are_not_rounded(head):
 def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path, data, teacher, cached):
     out = tmp_path / "out"
     settings = ["--sequence-length", LENGTH, "--top-k", K, "--dtype", "float32", "--shard-tokens", 4 * LENGTH]
-    command = ["cache-teacher", data, teacher, *settings, "--batch", 3, "--out", out]
+    command = ["cache-teacher", data, teacher, *settings, "--batch-size", 3, "--output", out]
     # Slow enough to be killed in the middle of a file.
     program = (
         "import sys, time; from affine_attn.distill import cache; from affine_attn.cli import app; ask = cache.ask\n"

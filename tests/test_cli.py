@@ -1,19 +1,125 @@
-"""The command line: help, tables, exit codes."""
+"""The command line: help, completion, tables, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from affine_attn.cli import app
+from affine_attn import AttentionSpec, __version__
+from affine_attn.cli import app, options
 from affine_attn.core.variants import VARIANTS, variants_table
 
 runner = CliRunner()
+ROOT = Path(__file__).parent.parent
+
+
+COMMANDS = (
+    "demo", "variants", "bench", "convert", "generate", "prepare", "distill", "cache-teacher", "eval", "eval-score",
+    "analyze", "report",
+)  # fmt: skip
 
 
 def test_help_lists_the_commands():
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "variants", "bench", "convert", "generate", "prepare", "eval", "eval-score", "report"):
+    assert tuple(typer.main.get_command(app).commands) == COMMANDS
+    for command in (*COMMANDS, "--install-completion", "Exit codes"):
         assert command in result.output
+    assert runner.invoke(app, ["--version"]).output == f"{__version__}\n"
+
+
+def test_every_argument_and_option_has_a_word_of_help():
+    for name, command in typer.main.get_command(app).commands.items():
+        # bench passes everything on.
+        for parameter in command.params if name != "bench" else ():
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+        assert command.help, name
+
+
+def completed(*words: str) -> list[str]:
+    """What the bash of a user is told, and that torch was not loaded for it."""
+    program = (
+        "import sys\n"
+        "from affine_attn.cli import app\n"
+        "try: app(prog_name='affine-attn')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    line = {"COMP_WORDS": " ".join(("affine-attn", *words)), "COMP_CWORD": str(len(words))}
+    environment = {**os.environ, **line, "_AFFINE_ATTN_COMPLETE": "complete_bash"}
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert not answer.stderr, answer.stderr
+    return answer.stdout.split()
+
+
+def test_a_shell_completes_names_without_waiting_for_torch():
+    assert completed("ev") == ["eval", "eval-score"]
+    assert completed("distill", "paper") == ["paper-0.5b", "paper-1b", "paper-3b"]
+    assert completed("convert", "a", "b", "--attention", "affine_") == ["affine_sigmoid", "affine_gated"]
+    assert completed("eval", "model", "arc") == ["arc_challenge", "arc_easy"]
+    assert completed("generate", "model", "text", "--device", "c") == ["cpu", "cuda"]
+    assert completed("analyze", "model", "--dtype", "b") == ["bfloat16"]
+
+
+def test_what_is_completed_is_what_there_is():
+    from affine_attn.distill.recipes import RECIPES
+    from affine_attn.evaluate.results import DTYPES, TABLE_1
+
+    assert tuple(VARIANTS) == options.VARIANTS
+    assert tuple(RECIPES) == options.RECIPES
+    assert tuple(TABLE_1) == options.TASKS
+    assert options.DTYPES == DTYPES
+
+
+def test_variants_as_json_are_the_family():
+    table = json.loads(runner.invoke(app, ["variants", "--json"]).output)
+    assert {name: AttentionSpec.from_dict(entry["spec"]) for name, entry in table.items()} == {
+        name: entry.spec for name, entry in VARIANTS.items()
+    }
+
+
+def test_bench_passes_everything_on_also_the_wish_for_help(monkeypatch):
+    seen = []
+    monkeypatch.setattr("runpy.run_path", lambda script, run_name: seen.append((script, sys.argv)))
+    monkeypatch.setattr(sys, "argv", [])
+    assert runner.invoke(app, ["bench", "--help", "--rounds", "3"]).exit_code == 0
+    script = str(ROOT / "benchmarks" / "run.py")
+    assert seen == [(script, [script, "--help", "--rounds", "3"])]
+
+
+def test_a_place_that_is_nowhere_is_named():
+    from affine_attn.models.convert import named_place
+
+    with (
+        pytest.raises(ValueError, match=r"^typo is no folder here, nor read from the hub: cannot connect$"),
+        named_place("typo"),
+    ):
+        raise OSError("cannot connect\nand more")
+    with pytest.raises(OSError, match="no config"), named_place(ROOT):
+        raise OSError("no config")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "nowhere", "hello", "--device", "abacus"], "--device abacus is none that torch knows"),
+        (["generate", "nowhere", "hello", "--device", "meta"], "--device meta: torch has no such device"),
+        (["prepare", "FILE"], "FILE: File exists"),
+        (["convert", "nowhere", "FILE"], "FILE is not empty; give a new folder"),
+        (["eval", "nowhere", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("text")
+    result = runner.invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_variants_prints_the_table():

@@ -96,6 +96,17 @@ def test_curves_are_those_of_the_files(analyses):
     assert maps.mask[0, 1:].all()
 
 
+def test_the_activations_and_what_they_made(analyses):
+    functions, own = figures.activations(analyses).axes
+    clipping, sigmoid = (dict(zip(*line.get_data(), strict=True)) for line in functions.lines)
+    assert (clipping[-6.0], clipping[2.0], clipping[8.0]) == pytest.approx((0, 0.7, 1))
+    assert sigmoid[2.0] == pytest.approx(1 / (1 + np.exp(-2)))
+    (bars,) = own.patches
+    counts = np.array([layer for layer in analyses[2].content["histograms"]["alpha"]["counts"] if layer]).sum((0, 1))
+    np.testing.assert_allclose(bars.get_data().values, counts / counts.sum())
+    assert len(figures.activations().axes) == 1
+
+
 def test_training_curves(analyses):
     runs = runs_of(analyses)
     assert [run.variant for run in runs] == ["softmax", "affine"]

@@ -1,4 +1,4 @@
-"""``import affine_attn`` needs torch alone, and imports inside the package point one way."""
+"""The public names need torch alone and load when they are used, and imports inside the package point one way."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 # here. The order of DESIGN.md is spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
-    {"core.spec", "core.rope", "core.kernels", "measure"},
+    {"__version__", "core.spec", "core.rope", "core.kernels", "measure"},
     {"core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},
@@ -79,16 +79,27 @@ def test_the_table_would_catch_an_upward_import(tmp_path):
     assert RANK[_layer(imported)] > RANK["core.spec"]
 
 
-def test_importing_the_package_loads_torch_alone():
-    """torch itself may load some of these (a CUDA build brings triton), so its own are subtracted."""
-    program = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import affine_attn\n"
-        f"print(*sorted(({set(HEAVY)!r} & set(sys.modules)) - before))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
+def _loaded(program: str) -> list[str]:
+    """Which of the heavy modules a program has loaded, torch among them."""
+    report = f"import sys\n{program}\nprint(*sorted({ ({*HEAVY, 'torch'})!r} & set(sys.modules)))"
+    return subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_the_package_loads_nothing_and_its_names_torch_alone():
+    assert _loaded("import affine_attn") == []
+    # torch itself may load some of these: a CUDA build brings triton.
+    assert _loaded("from affine_attn import *") == _loaded("import torch")
+
+
+def test_names_load_from_where_type_checkers_see_them():
+    for node in ast.walk(ast.parse(Path(affine_attn.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("affine_attn"):
+            names = tuple(alias.name for alias in node.names)
+            assert affine_attn._MODULES[node.module.removeprefix("affine_attn.")] == names
+    assert sorted(affine_attn.__all__) == sorted(name for names in affine_attn._MODULES.values() for name in names)
+    assert {*affine_attn.__all__, "__version__"} <= set(dir(affine_attn))
+    with pytest.raises(AttributeError, match="no attribute 'softmax_attention'"):
+        _ = affine_attn.softmax_attention
 
 
 def test_every_public_name_exists():

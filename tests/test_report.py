@@ -40,6 +40,10 @@ def runs(tmp_path_factory):
         model = run(chosen, folder)
         evaluate(Subject(str(model)), Measures(shards=[data], lengths=[16]))
         evaluate(Subject(str(model)), Measures(shards=[data], lengths=[32], by_position=True, limit=4))
+        needles = {"name": "needle-long-400", "identity": {"measure": "needle", "model": {"dtype": "float32"}}}
+        needles["metrics"] = {"accuracy": {"value": 0.5, "stderr": 0.1}}
+        needles["depths"] = [{"depth": 1.0, "value": 0.75, "stderr": 0.1}, {"depth": 0.0, "value": 0.25, "stderr": 0.1}]
+        (model / "evaluation" / "needle-long-400-0.json").write_text(json.dumps(needles))
         task = {"name": "arc_easy", "identity": {"task": "arc_easy", "model": {"dtype": "float32"}}, "limit": None}
         task["metrics"] = {"acc": {"value": 0.25, "stderr": 0.01}, "acc_norm": {"value": 0.3, "stderr": 0.02}}
         (model / "evaluation" / "arc_easy-0.json").write_text(json.dumps(task))
@@ -90,6 +94,28 @@ def test_curves_are_those_of_the_metrics(runs):
     assert whole["y"] == pytest.approx(norms, rel=1e-4)
     assert late["x"] == [10, 11, 12]
     assert late["y"] == pytest.approx(norms[9:], rel=1e-4)
+
+
+def test_needles_are_found_by_depth(runs):
+    (figure,) = (figure for figure in figures.evaluation(read_runs(runs)) if figure.id == "needles")
+    (panel,) = figure.panels
+    assert panel.title == "needle-long-400"
+    assert [(trace["x"], trace["y"]) for trace in panel.traces[""]] == [([0.0, 1.0], [25.0, 75.0])] * 2
+    assert panel.traces[""][0]["error_y"]["array"] == [19.6, 19.6]
+
+
+def test_the_activations_stand_beside_the_alpha_that_they_made(runs):
+    shown = {figure.id: figure for figure in figures.analysis(read_runs(runs))}["activations"]
+    clipping, sigmoid = shown.panels[0].traces[""]
+    at = dict(zip(clipping["x"], zip(clipping["y"], sigmoid["y"], strict=True), strict=True))
+    assert (at[-5.0], at[0.0], at[2.0]) == ((0.0, 0.0066929), (0.5, 0.5), (0.7, 0.8808))
+    (own,) = shown.panels[1].traces[""]
+    content = files.read(runs[1] / "model" / "analysis").content
+    counts = np.array(content["histograms"]["alpha"]["counts"]).sum((0, 1))
+    np.testing.assert_allclose(own["y"], counts / counts.max(), atol=1e-5)
+    assert own["meta"] == 1
+    # Softmax alone has no alpha to show.
+    assert "activations" not in {figure.id for figure in figures.analysis(read_runs(runs[:1]))}
 
 
 def test_the_same_files_give_the_same_page_and_a_small_one(runs, page):
@@ -206,8 +232,8 @@ def test_every_figure_is_drawn_without_a_complaint(opened):
            }))"""
     )
     assert {plot["id"].rsplit("-", 1)[0] for plot in plots} == {
-        "loss", "gradient-norm", "validation", "while-training", "tasks", "positions", "row-sums", "per-layer",
-        "per-head", "alpha-beta", "maps",
+        "loss", "gradient-norm", "validation", "while-training", "tasks", "positions", "needles", "row-sums",
+        "per-layer", "per-head", "activations", "alpha-beta", "maps",
     }  # fmt: skip
     assert [plot["id"] for plot in plots if not plot["marks"]] == []
     assert [plot["wrong"] for plot in plots if plot["wrong"]] == []

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from affine_attn.analyze.files import Analysis
-from affine_attn.analyze.style import COLOURS, lines, new_figure, plain, style, token_labels
+from affine_attn.analyze.style import lines, new_figure, plain, style, token_labels
 from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
-from affine_attn.core.spec import linear_clipping
+from affine_attn.core.spec import ACTIVATIONS
 
 ENTROPIES = {
     "entropy": "of p, before α and β",
@@ -43,6 +43,12 @@ STATISTICS = {
     "first_token": "weight on the first token",
     "row_sum": "sum of weights per query",
     "alpha": "mean α",
+}
+# phi of alpha = alpha_range * phi(x).
+# The two of Figure 11.
+FORMULAS = {
+    "linear_clipping": "linear clipping: clamp(0.1 x + 0.5, 0, 1)",
+    "sigmoid": "sigmoid: 1 / (1 + exp(-x))",
 }
 # The paper's Figure 9: the eighth layer, the first thirty tokens.
 MAP_LAYER, MAP_TOKENS = 7, 30
@@ -176,16 +182,24 @@ def attention_maps(analyses: Sequence[Analysis], layer: int | None = None, token
     return figure
 
 
-def activations() -> Figure:
-    """Figure 11: the two functions that alpha is made with."""
-    figure, axes = new_figure(4.6, 3)
-    axis, x = axes[0, 0], torch.linspace(-8, 8, 401)
-    axis.plot(x, linear_clipping(x), color=COLOURS["affine"], label="linear clipping: clamp(0.1 x + 0.5, 0, 1)")
-    axis.plot(x, torch.sigmoid(x), color=COLOURS["affine_sigmoid"], linestyle="--", label="sigmoid: 1 / (1 + exp(-x))")
+def activations(analyses: Sequence[Analysis] = ()) -> Figure:
+    """Figure 11: the two functions that alpha is made with; beside them the alpha of the models that have one."""
+    shown = [analysis for analysis in analyses if analysis.alpha_counts is not None]
+    figure, axes = new_figure(8.6 if shown else 4.6, 3, 1, 2 if shown else 1)
+    axis, x = axes[0, 0], torch.arange(-80, 81) / 10
+    for (name, formula), dashes in zip(FORMULAS.items(), ("-", "--"), strict=True):
+        axis.plot(x, ACTIVATIONS[name](x), color="#222222", linestyle=dashes, label=formula)
     axis.set_xlabel("x = w·h, before the activation")
     axis.set_ylabel("φ(x)")
     axis.set_ylim(-0.05, 1.35)
     axis.legend(loc="upper left", fontsize=8)
+    for analysis, line in zip(shown, _lines(shown), strict=True):
+        counts, edges = analysis.alpha_counts, analysis.content["histograms"]["alpha"]["edges"]
+        axes[0, 1].stairs(counts / counts.sum(), edges, label=plain(analysis.name), linewidth=1.4, **line)
+    if shown:
+        axes[0, 1].set_xlabel("α of all layers and heads")
+        axes[0, 1].set_ylabel("fraction of queries")
+        axes[0, 1].legend(fontsize=8)
     return figure
 
 
@@ -246,7 +260,7 @@ def draw_all(analyses: Sequence[Analysis], folder: Path) -> list[Path]:
 
 def draw(analyses: Sequence[Analysis], runs: Sequence[Run], folder: Path) -> list[Path]:
     """All figures of these analyses and runs, of which either may be none, each as PNG and SVG, and Tables 4 and 5."""
-    figures: dict[str, Callable[[], Figure]] = {"activations": activations}
+    figures: dict[str, Callable[[], Figure]] = {"activations": partial(activations, analyses)}
     if analyses:
         figures |= {plot.__name__: partial(plot, analyses) for plot in (row_sums, first_token, entropy)}
     for metric in HEAD_METRICS:

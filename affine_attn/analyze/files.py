@@ -58,6 +58,14 @@ class Analysis:
     def name(self) -> str:
         return self.content["name"]
 
+    @property
+    def alpha_counts(self) -> np.ndarray | None:
+        """The histogram of alpha of all layers and heads together [K]; None for a model without alpha."""
+        if "alpha" not in self.content["histograms"]:
+            return None
+        layers = self.content["histograms"]["alpha"]["counts"]
+        return np.concatenate([layer for layer in layers if layer is not None]).sum(0)
+
     def map(self, layer: int) -> np.ndarray:
         """Weights [H, queries, keys] of a layer in the window."""
         layers = self.content["map"]["layers"]

@@ -28,14 +28,14 @@ from affine_attn.distill.losses import TopK
 from affine_attn.distill.progress import token_progress
 from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
-from affine_attn.models.convert import load
+from affine_attn.models.convert import load, usable_device
 
 COMMAND = "cache-teacher"
 # The fields of an item that CachedShards adds to those of TokenShards.
 FIELDS = ("teacher_ids", "teacher_logits", "teacher_log_sum_exp")
 # numpy has no bfloat16: its bits are kept.
 _STORED = {"bfloat16": "<u2", "float32": "<f4"}
-_REMEDY = "cache the teacher in another folder (affine-attn cache-teacher DATA TEACHER --out FOLDER)"
+_REMEDY = "cache the teacher in another folder (affine-attn cache-teacher DATA TEACHER --output FOLDER)"
 
 
 def record_dtype(k: int, vocabulary: int, dtype: str) -> np.dtype:
@@ -135,6 +135,7 @@ def cache_teacher(
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
+    place = usable_device(device)
     network = load(teacher, dtype=getattr(torch, plan.dtype))
     if (entries := network.get_output_embeddings().weight.shape[0]) < plan.vocabulary:
         raise ValueError(f"the teacher has {entries} vocabulary entries, fewer than {plan.vocabulary}")
@@ -148,7 +149,7 @@ def cache_teacher(
             return manifest
         _begin(out, settings, plan)
     missing = [piece for piece in plan.pieces() if not (out / piece[0]).exists()]
-    network = frozen(network, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    network = frozen(network, place)
     with token_progress(console or Console(stderr=True)) as progress:
         left = sum(stop - start for *_, start, stop in missing) * plan.sequence_length
         task = progress.add_task("", total=plan.tokens, completed=plan.tokens - left, tokens=0)

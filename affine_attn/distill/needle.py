@@ -4,11 +4,13 @@ A sequence is text of the shards with a few sentences "The special magic <city> 
 ends with the beginnings of these sentences and the numbers that complete them. Only these last numbers are learned.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -22,17 +24,27 @@ CITIES = (
 )  # fmt: skip
 
 
+class Stream(Protocol):
+    """One text without boundaries."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
 class Haystack(NamedTuple):
     ids: Tensor  # int64 [length]
     labels: Tensor  # the next token where it belongs to an answer, else -100
 
 
 class Needles:
-    """Makes haystacks from the text of shards, with their tokenizer."""
+    """Makes haystacks of a text. ``encode`` gives the tokens of a sentence, in the vocabulary of the text."""
 
-    def __init__(self, text: TokenShards):
-        self.text = text
-        self._tokenizer = load_tokenizer(find_tokenizer(str(text.tokenizer)))
+    def __init__(self, text: Stream, encode: Callable[[str], list[int]]):
+        self.text, self._encode = text, encode
+        # Digits that look alike to the model would make every answer right.
+        if len({tuple(encode(f" {digit}")) for digit in range(10)}) < 10:
+            raise ValueError("the tokenizer does not tell digits apart, which needles are made of")
 
     def haystack(
         self, rng: np.random.Generator, start: int, length: int, depths: Sequence[float], asked: Sequence[int]
@@ -42,16 +54,16 @@ class Needles:
         depths: where in the text each needle goes, 0 its beginning and 1 its end; asked: those that are asked for.
         """
         cities = rng.choice(CITIES, len(depths), replace=False)
-        prompts = [self._encoded(f"\nThe special magic {city} number is") for city in cities]
-        answers = [self._encoded(f" {number}") for number in rng.integers(10**6, 10**7, len(depths))]
-        stop = self._encoded(".\n")
+        prompts = [self._encode(f"\nThe special magic {city} number is") for city in cities]
+        answers = [self._encode(f" {number}") for number in rng.integers(10**6, 10**7, len(depths))]
+        stop = self._encode(".\n")
         room = length - sum(len(p) + len(a) + len(stop) for p, a in zip(prompts, answers, strict=True))
         room -= sum(len(prompts[i]) + len(answers[i]) for i in asked)
         if room < 1:
             raise ValueError(f"{length} tokens are too few for {len(depths)} needles and {len(asked)} questions")
         if start + room > self.text.tokens:
             raise ValueError(
-                f"{self.text.folder} has too little text for {length} tokens: prepare more, or ask for less"
+                f"a haystack of {length} tokens needs {room} of text, there are {self.text.tokens}: give more text"
             )
         words, pieces, done = self.text.read(start, start + room).astype(np.int64).tolist(), [], 0
         for i in np.argsort(depths, kind="stable"):
@@ -66,8 +78,9 @@ class Needles:
             labels += [*[IGNORED] * (len(prompts[i]) - 1), *answers[i], IGNORED]
         return Haystack(torch.tensor(pieces), torch.tensor(labels))
 
-    def _encoded(self, words: str) -> list[int]:
-        return self._tokenizer.encode(words, add_special_tokens=False).ids
+
+def _encoded(tokenizer: Tokenizer, words: str) -> list[int]:
+    return tokenizer.encode(words, add_special_tokens=False).ids
 
 
 class NeedleSequences(Dataset[dict[str, Tensor]]):
@@ -78,7 +91,8 @@ class NeedleSequences(Dataset[dict[str, Tensor]]):
             raise ValueError(f"needles must be between 1 and {len(CITIES)}, got {needles}")
         self.text, self.number, self.needles, self.seed = text, number, needles, seed
         self.sequence_length, self.manifest, self.tokenizer = text.sequence_length, text.manifest, text.tokenizer
-        self._made = Needles(text)
+        # No lambda: processes that read data get this object pickled.
+        self._made = Needles(text, partial(_encoded, load_tokenizer(find_tokenizer(str(text.tokenizer)))))
 
     def __len__(self) -> int:
         return self.number
@@ -92,36 +106,3 @@ class NeedleSequences(Dataset[dict[str, Tensor]]):
         # As transformers has labels: of the token itself.
         own = torch.cat((labels.new_full((1,), IGNORED), labels[:-1]))
         return {"input_ids": ids, "labels": own, "shift_labels": labels}
-
-
-@torch.no_grad()
-def retrieval_accuracy(
-    model: Any,
-    text: TokenShards,
-    lengths: Sequence[int],
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    samples: int = 20,
-    needles: int = 3,
-    seed: int = 0,
-) -> list[dict[str, float]]:
-    """Share of haystacks whose answer the model writes digit by digit, by length in tokens and depth of the needle.
-
-    One needle is asked for; the others lie anywhere. An answer counts if each of its tokens is the likeliest one after
-    the right ones before it, which is when greedy decoding writes it. Rows have length, depth, samples and accuracy.
-    """
-    made, rows = Needles(text), []
-    head, device = model.get_output_embeddings(), model.get_output_embeddings().weight.device
-    for length in lengths:
-        for depth in depths:
-            right = 0
-            for sample in range(samples):
-                rng = np.random.default_rng((seed, length, sample))
-                start = int(rng.integers(max(1, text.tokens - length + 1)))
-                places = [depth, *rng.random(needles - 1).tolist()]
-                ids, labels = made.haystack(rng, start, length, places, asked=[0])
-                hidden = model.base_model(input_ids=ids[None].to(device), use_cache=False).last_hidden_state[0]
-                asked = labels != IGNORED
-                likeliest = head(hidden[asked.to(device)]).argmax(-1).cpu()
-                right += bool((likeliest == labels[asked]).all())
-            rows.append({"length": length, "depth": depth, "samples": samples, "accuracy": right / samples})
-    return rows

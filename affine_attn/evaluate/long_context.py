@@ -1,25 +1,26 @@
-"""The loss by position, at lengths beyond those of training."""
+"""The loss by position and needles in haystacks, at lengths beyond those of training."""
 
 import math
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.needle import Haystack, Needles, Stream
+from affine_attn.distill.shards import IGNORED, TokenShards
 from affine_attn.evaluate.perplexity import documents, encode, prefix_token, token_losses
 
-
-class Stream(Protocol):
-    """One text without boundaries."""
-
-    tokens: int
-
-    def read(self, start: int, stop: int) -> np.ndarray: ...
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Per depth, where no number is given.
+HAYSTACKS = 20
+# In one haystack, as in arXiv 2505.17083.
+NEEDLES = 3
+_JOINED = "documents are joined and see each other"
 
 
 class JoinedTexts:
@@ -60,12 +61,60 @@ def loss_by_position(model: PreTrainedModel, stream: Stream, length: int, limit:
         "positions": [
             {"first": a, "last": b - 1, **_over_sequences(means[:, i])} for i, (a, b) in enumerate(pairwise(edges))
         ],
-        "boundaries": "documents are joined and see each other",
+        "boundaries": _JOINED,
         "length": length,
         "stride": length,
         "sequences": sequences,
         "model_length": model.config.max_position_embeddings,
     }
+
+
+def needle_retrieval(
+    model: PreTrainedModel,
+    text: Stream,
+    encode: Callable[[str], list[int]],
+    length: int,
+    depths: Sequence[float] = DEPTHS,
+    haystacks: int = HAYSTACKS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """How often the model writes the number of a needle that lies at a depth of the text, 0 its beginning, 1 its end.
+
+    One needle is asked for; the others lie anywhere. All depths have the same haystacks: only that needle moves. So the
+    standard error of their mean is over haystacks, as that of every depth is: sqrt(p (1 - p) / (haystacks - 1)) there.
+    """
+    needles = Needles(text, encode)
+    right = np.empty((haystacks, len(depths)))
+    places = product(range(haystacks), enumerate(depths))
+    for i, (j, depth) in tqdm(places, desc=f"Needles in {length}", total=right.size):
+        rng = np.random.default_rng((seed, length, i))
+        start = int(rng.integers(max(1, text.tokens - length + 1)))
+        others = rng.random(NEEDLES - 1).tolist()
+        right[i, j] = _answered(model, needles.haystack(rng, start, length, [depth, *others], asked=[0]))
+    return {
+        "metrics": {"accuracy": _over_sequences(right.mean(1))},
+        "depths": [{"depth": depth, **_over_sequences(right[:, j])} for j, depth in enumerate(depths)],
+        "boundaries": _JOINED,
+        "length": length,
+        "haystacks": haystacks,
+        "needles": NEEDLES,
+        "seed": seed,
+        "model_length": model.config.max_position_embeddings,
+    }
+
+
+@torch.inference_mode()
+def _answered(model: PreTrainedModel, haystack: Haystack) -> bool:
+    """Whether each token of the answer is the likeliest after the right ones, which is when greedy decoding writes it.
+
+    The head is applied to the answer alone: logits of a whole long text would not fit.
+    """
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    hidden = base(input_ids=haystack.ids[None].to(model.device), use_cache=False).last_hidden_state[0]
+    labels = haystack.labels.to(model.device)
+    asked = labels != IGNORED
+    return bool((head(hidden[asked]).argmax(-1) == labels[asked]).all())
 
 
 def _over_sequences(values: np.ndarray) -> dict[str, float | None]:

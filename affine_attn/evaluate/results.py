@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.distill.shards import write_json
-from affine_attn.models.convert import load, require_place
+from affine_attn.models.convert import load, named_place, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
 
 FOLDER = "evaluation"
@@ -42,13 +42,14 @@ class Subject:
         if dtype not in (None, *DTYPES):
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.path = path
-        self.device = _device(device)
+        self.device = usable_device(device)
         # A CPU computes bfloat16 many times slower than float32, and no better.
         self.dtype = dtype or ("auto" if self.device.type == "cuda" else "float32")
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        with named_place(self.path):
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -94,16 +95,6 @@ class Subject:
         """Where results go by default: beside the weights, or under a name made of a hub id."""
         place = Path(self.path)
         return place / FOLDER if place.is_dir() else Path(FOLDER) / self.path.replace("/", "--")
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: there is no CUDA device here")
-    return device
 
 
 def measured_once(
@@ -192,6 +183,9 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             for place in result.get("positions", ()):
                 positions = f"loss at {place['first']}-{place['last']}"
                 table.add_row(result["name"], positions, _number(place["value"]), _number(place["stderr"]))
+            for place in result.get("depths", ()):
+                depth = f"accuracy at depth {place['depth']:g}"
+                table.add_row(result["name"], depth, _number(place["value"]), _number(place["stderr"]))
         found.append(table)
     return found
 

@@ -3,12 +3,22 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from affine_attn.distill.needle import Stream
 from affine_attn.distill.shards import MANIFEST, read_manifest
-from affine_attn.evaluate.long_context import JoinedTexts, joined_shards, loss_by_position
-from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
+from affine_attn.evaluate.long_context import (
+    DEPTHS,
+    HAYSTACKS,
+    JoinedTexts,
+    joined_shards,
+    loss_by_position,
+    needle_retrieval,
+)
+from affine_attn.evaluate.perplexity import encode, shard_perplexity, text_perplexity
 from affine_attn.evaluate.results import Subject, average, measured_once, sha256
 from affine_attn.evaluate.score import REQUESTS, SCORES, Pair, Score, digest, read_lines, write_lines
 
@@ -35,14 +45,31 @@ class Request:
     lengths: Sequence[int] = ()
     stride: int | None = None
     by_position: bool = False
+    needle: bool = False
+    depths: Sequence[float] = ()
+    seed: int = 0
     limit: int | None = None
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.by_position or self.lengths or self.stride) and not (self.texts or self.shards):
-            raise ValueError("--length, --stride and --by-position are for --text and --shards")
-        if self.stride and (self.shards or self.by_position):
+        if (self.by_position or self.needle or self.lengths or self.stride) and not (self.texts or self.shards):
+            raise ValueError("--length, --stride, --by-position and --needle are for --text and --shards")
+        if self.stride and (self.shards or self.by_position or self.needle):
             raise ValueError("--stride is for --text: packed and joined sequences do not overlap")
+        if self.depths and not self.needle:
+            raise ValueError("--depth is where the needle of --needle lies")
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is measured on texts and shards; the results are named after it."""
+        asked = {"positions": self.by_position, "needle": self.needle}
+        return [kind for kind, wanted in asked.items() if wanted] or ["perplexity"]
+
+    def settings(self, kind: str, length: int) -> dict[str, Any]:
+        """What decides a result, beside the data, the length and the model."""
+        if kind == "needle":
+            return {"depths": list(self.depths or DEPTHS), "haystacks": self.limit or HAYSTACKS, "seed": self.seed}
+        return {"stride": self.stride or length, "limit": self.limit}
 
 
 def evaluate(
@@ -55,9 +82,11 @@ def evaluate(
         raise ValueError("--import-scores is for tasks: --text and --shards need the model itself")
     else:
         measures = list(_imported_measures(subject, request, scores))
-    results = []
+    folder, results = output or subject.folder, []
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file: give a folder")
     for measure in measures:
-        result, path, was_there = measured_once(output or subject.folder, *measure)
+        result, path, was_there = measured_once(folder, *measure)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
         results.append(result)
     return {"model": subject.path, "results": results, "average": average({r["name"]: r for r in results})}
@@ -140,32 +169,44 @@ def _text_measures(subject: Subject, request: Request) -> Iterator[Measure]:
     for place in (*request.texts, *request.shards):
         is_shards = place in request.shards
         if is_shards:
-            # What is missing or unfinished is said before anything is computed.
-            read_manifest(place)
+            # What is missing, unfinished or another model's is said before anything is computed.
+            _require_vocabulary(place, read_manifest(place)["vocab_size"], subject)
         content = sha256(place / MANIFEST if is_shards else place)
-        for length in lengths:
-            stride = request.stride or length
-            kind = "positions" if request.by_position else "perplexity"
-            identity = {
-                "measure": kind,
-                "data": content,
-                "length": length,
-                "stride": stride,
-                "limit": request.limit,
-                "model": subject.identity,
-            }
-
-            def compute(place: Path = place, is_shards: bool = is_shards, length: int = length, stride: int = stride):
-                model = subject.model
-                if request.by_position:
-                    stream = joined_shards(place) if is_shards else JoinedTexts(subject.tokenizer, place)
-                    found = loss_by_position(model, stream, length, request.limit)
-                elif is_shards:
-                    found = shard_perplexity(model, place, length, limit=request.limit)
-                else:
-                    found = text_perplexity(
-                        model, subject.tokenizer, place, length, stride, request.limit, request.batch_size
-                    )
-                return {"data": str(place), "limit": request.limit, **found, "model": subject.about()}
-
+        for kind, length in product(request.kinds, lengths):
+            settings = request.settings(kind, length)
+            identity = {"measure": kind, "data": content, "length": length, **settings, "model": subject.identity}
+            compute = partial(_measure_text, subject, place, is_shards, kind, length, settings, request.batch_size)
             yield Measure(f"{kind}-{place.name.split('.')[0]}-{length}", identity, compute)
+
+
+def _measure_text(
+    subject: Subject,
+    place: Path,
+    is_shards: bool,
+    kind: str,
+    length: int,
+    settings: dict[str, Any],
+    batch_size: int | None,
+) -> dict[str, Any]:
+    model = subject.model
+
+    def joined() -> Stream:
+        return joined_shards(place) if is_shards else JoinedTexts(subject.tokenizer, place)
+
+    if kind == "needle":
+        found = needle_retrieval(model, joined(), partial(encode, subject.tokenizer), length, **settings)
+    elif kind == "positions":
+        found = loss_by_position(model, joined(), length, settings["limit"])
+    elif is_shards:
+        found = shard_perplexity(model, place, length, limit=settings["limit"])
+    else:
+        found = text_perplexity(model, subject.tokenizer, place, length, batch_size=batch_size, **settings)
+    return {"data": str(place), "limit": settings.get("limit"), **found, "model": subject.about()}
+
+
+def _require_vocabulary(place: Path, needed: int, subject: Subject) -> None:
+    if needed > subject.config.vocab_size:
+        raise ValueError(
+            f"{place} has tokens up to {needed - 1}, {subject.path} knows {subject.config.vocab_size}: "
+            f"prepare it with --tokenizer {subject.path}"
+        )

@@ -1,10 +1,12 @@
 """Llama, Mistral, Qwen2 and Qwen3 checkpoints to AffineAttn models with a chosen attention, and back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -98,7 +100,8 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
     """Any causal model of transformers; code that comes with a checkpoint is never run."""
     require_place(path)
     more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
+    with named_place(path):
+        config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
     try:
@@ -112,6 +115,30 @@ def require_place(path: str | Path) -> None:
     text = str(path)
     if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
         raise ValueError(f"there is no folder {path}")
+
+
+@contextmanager
+def named_place(path: str | Path) -> Iterator[None]:
+    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name."""
+    try:
+        yield
+    except OSError as error:
+        if Path(path).exists():
+            raise
+        raise ValueError(f"{path} is no folder here, nor read from the hub: {str(error).splitlines()[0]}") from error
+
+
+def usable_device(name: str | None = None) -> torch.device:
+    """The one of that name, by default cuda where there is one; refused before a model is loaded for it."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
+    try:
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name}: torch has no such device to compute on here") from error
+    return device
 
 
 def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:

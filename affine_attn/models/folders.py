@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, load, require_place, stage_keys
+from affine_attn.models.convert import convert, export, load, named_place, require_place, stage_keys, usable_device
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.models.streaming import StreamingCache
@@ -25,7 +24,7 @@ def convert_folder(
     with_code: bool = False,
 ) -> Iterator[str]:
     """Convert, save with the tokenizer, and say line by line what was done."""
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; give a new folder")
     if to_plain and (start_as_softmax or with_code):
         raise ValueError("--to-plain goes with neither --start-as-softmax nor --with-code")
@@ -62,12 +61,13 @@ def generate_text(
 ) -> str:
     """Print the continuation as it comes; the return value says how fast it came."""
     require_place(model)
+    place = usable_device(device)
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer")
     # Any: transformers types generate for a protocol that its own models do not meet.
     network: Any = load(model)
-    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    network.to(place).eval()
     if recent is not None and network.config.model_type != AffineAttnConfig.model_type:
         raise ValueError(f"--recent needs an AffineAttn model, {model} is a {network.config.model_type} model")
     inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
@@ -95,4 +95,5 @@ def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizer
     if folder.is_dir() and not gguf_file and not any(folder.glob("tokenizer*")):
         return None
     more = {"gguf_file": gguf_file} if gguf_file else {}
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
+    with named_place(path):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)

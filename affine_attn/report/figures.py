@@ -10,8 +10,10 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import torch
 
 from affine_attn.analyze.training import LATE, running_mean
+from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.report.runs import Run
 
@@ -171,7 +173,7 @@ def _attention_while_training(trained: list[tuple[int, Run]]) -> list[Figure]:
 
 
 def evaluation(runs: Sequence[Run]) -> list[Figure]:
-    return [*_accuracies(runs), *_positions(runs)]
+    return [*_accuracies(runs), *_positions(runs), *_needles(runs)]
 
 
 def _accuracies(runs: Sequence[Run]) -> list[Figure]:
@@ -217,6 +219,24 @@ def _positions(runs: Sequence[Run]) -> list[Figure]:
     return [Figure("positions", "Loss by position", caption, panels)] if panels else []
 
 
+def _needles(runs: Sequence[Run]) -> list[Figure]:
+    by_name: dict[str, list[dict]] = {}
+    for i, run in enumerate(runs):
+        for found in run.evaluations:
+            if "depths" in found:
+                places = sorted(found["depths"], key=lambda place: place["depth"])
+                trace = _line(i, run, [p["depth"] for p in places], rounded(percent(p["value"]) for p in places))
+                errors = _interval([percent(p["stderr"]) for p in places])
+                by_name.setdefault(found["name"], []).append(trace | {"mode": "lines+markers", "error_y": errors})
+    axes = _axes("depth of the needle", "found, %", yaxis={"range": [-5, 105]})
+    panels = [Panel({"": traces}, axes, label(name)) for name, traces in by_name.items()]
+    caption = (
+        "How often the model writes a number that is hidden in a text and asked for after it; depth 0 is the text's "
+        "beginning. The last part of a heading is the length in tokens; bars are 95 % intervals over haystacks."
+    )
+    return [Figure("needles", "Needles in haystacks", caption, panels)] if panels else []
+
+
 def analysis(runs: Sequence[Run]) -> list[Figure]:
     analysed = [(i, run) for i, run in enumerate(runs) if run.analysis]
     if not analysed:
@@ -225,6 +245,7 @@ def analysis(runs: Sequence[Run]) -> list[Figure]:
         _row_sums(analysed),
         _per_layer(analysed),
         _per_head(analysed),
+        *_activations(analysed),
         *_histograms(analysed),
         _maps(analysed),
     ]
@@ -300,6 +321,31 @@ def _per_head(analysed: list[tuple[int, Run]]) -> Figure:
         "does not exist."
     )
     return Figure("per-head", "Layers and heads", caption, panels, [Picker("metric", [METRICS[m] for m in metrics])])
+
+
+def _activations(analysed: list[tuple[int, Run]]) -> list[Figure]:
+    having = [(i, run) for i, run in analysed if run.analysis.alpha_counts is not None]
+    if not having:
+        return []
+    x, functions, names = torch.arange(-80, 81) / 10, [], []
+    for name, dash, place in (("linear_clipping", "solid", -4.0), ("sigmoid", "dash", 2.0)):
+        phi = ACTIVATIONS[name]
+        line = {"color": COLOURS[-1], "dash": dash, "width": 1.8}
+        curve = {"x": rounded(x.tolist()), "y": rounded(phi(x).tolist()), "line": line, "hovertemplate": "%{y:.3f}"}
+        spoken = name.replace("_", " ")
+        functions.append({"type": "scatter", "mode": "lines", "name": spoken} | curve)
+        beside = {"showarrow": False, "xanchor": "right", "xshift": -8}
+        names.append({"x": place, "y": float(phi(torch.tensor(place))), "text": spoken} | beside)
+    own = [_steps(i, run, _histogram(run, "alpha")["edges"], run.analysis.alpha_counts.tolist()) for i, run in having]
+    panels = [
+        Panel({"": functions}, _axes("x = W_a h", "φ(x)") | {"annotations": names}, "activation"),
+        Panel({"": own}, _axes("α", "") | _CLOSEST, "α of all layers and heads"),
+    ]
+    caption = (
+        "α is alpha_range times one of two functions (the paper's Figure 11); beside them, what the models make of it, "
+        "each curve scaled to its highest bin. At the flat ends of linear clipping no gradient passes."
+    )
+    return [Figure("activations", "The activation of α", caption, panels)]
 
 
 def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:

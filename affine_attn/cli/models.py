@@ -1,0 +1,62 @@
+"""Commands on the folder of a model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from affine_attn.cli.options import VARIANTS, Device, Model, one_of
+from affine_attn.cli.terminal import one_line_errors, say
+
+app = typer.Typer()
+PANEL = "Models"
+
+
+@app.command(rich_help_panel=PANEL)
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder or hub id"),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write: a new or an empty one")],
+    attention: Annotated[
+        str, typer.Option(help="a variant, see: affine-attn variants", autocompletion=one_of(*VARIANTS))
+    ] = "affine",
+    start_as_softmax: Annotated[
+        bool, typer.Option("--start-as-softmax", help="affine that computes softmax until it is trained")
+    ] = False,
+    gguf_file: Annotated[str | None, typer.Option(help="read this GGUF file of the source")] = None,
+    to_plain: Annotated[
+        bool, typer.Option("--to-plain", help="the other way: a softmax AffineAttn model to Llama or Qwen")
+    ] = False,
+    with_code: Annotated[bool, typer.Option("--with-code", help="add code that loads it without this package")] = False,
+) -> None:
+    """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
+    with one_line_errors():
+        from affine_attn.models import folders
+
+        for line in folders.convert_folder(
+            source, target, attention, start_as_softmax, gguf_file, to_plain=to_plain, with_code=with_code
+        ):
+            say(line)
+
+
+@app.command(rich_help_panel=PANEL)
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens after which it ends, at the latest")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="of the random numbers, with a temperature")] = 0,
+    device: Device = None,
+    recent: Annotated[
+        int | None, typer.Option(min=1, help="constant memory: keep the first 4 and so many recent tokens")
+    ] = None,
+) -> None:
+    """Continue a prompt, token by token, and say how fast: the text on stdout, the speed on stderr."""
+    with one_line_errors():
+        from affine_attn.models.folders import generate_text
+
+        speed = generate_text(model, prompt, max_new_tokens, temperature, seed, device, recent)
+    Console(stderr=True).print(speed, markup=False, highlight=False)

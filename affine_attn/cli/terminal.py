@@ -1,0 +1,51 @@
+"""What commands print, and how they end."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+console = Console()
+
+
+def say(line: str) -> None:
+    """As it is: names of files are no markup, and lines are broken by the terminal alone."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input is answered with a sentence, not with a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        Console(stderr=True).print(_first_line(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        # Without the number that stands before it.
+        return f"{error.filename}: {error.strerror}"
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def exit_code_of_sigterm() -> Iterator[None]:
+    """143 for a run that SIGTERM has ended, as the shell has it."""
+    from affine_attn.distill.run import Terminated
+
+    try:
+        yield
+    except Terminated as stopped:
+        Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
+        raise typer.Exit(128 + signal.SIGTERM) from stopped
+
+
+def training_bar_alone() -> None:
+    """Without the bars of transformers for every model that is read or written, which break it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

@@ -1,0 +1,181 @@
+"""Commands from text to a trained student."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from affine_attn.cli.options import RECIPES, Device, one_of
+from affine_attn.cli.terminal import exit_code_of_sigterm, one_line_errors, say, training_bar_alone
+
+app = typer.Typer()
+PANEL = "Training"
+
+
+@app.command(rich_help_panel=PANEL)
+def prepare(
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="the folder to write; one that was begun with the same settings goes on"),
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="text files, JSON lines (.jsonl; also .gz, .xz, .bz2, .zst), parquet, folders of those, or a dataset "
+            "of the hub as ID[:CONFIG[:SPLIT]]; none: this Python's standard library",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="tokenizer.json, a folder with one, or a hub id; default: byte-level BPE trained on the sources"
+        ),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=258, help="of a tokenizer that is trained")] = 4096,
+    text_field: Annotated[
+        str, typer.Option(help="the field of JSON, parquet and datasets that holds the text")
+    ] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help="a line that divides documents in text files; default: a file is a document")
+    ] = None,
+    valid: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="part of the documents held out, chosen by their hash")
+    ] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens after which a shard is closed")] = 1 << 26,
+    end_of_document: Annotated[
+        str | None, typer.Option(help="token put after every document; default: the tokenizer's end of sequence")
+    ] = None,
+    max_files: Annotated[int | None, typer.Option(min=1, help="read only so many files, the first in order")] = None,
+) -> None:
+    """Turn text into token shards for training. Stopped at any moment, the same command goes on where it was."""
+    with one_line_errors():
+        from affine_attn.distill.prepare import prepare as prepare_shards
+
+        manifest = prepare_shards(
+            out,
+            sources or (),
+            tokenizer=tokenizer,
+            text_field=text_field,
+            separator=separator,
+            valid=valid,
+            shard_tokens=shard_tokens,
+            vocab_size=vocab_size,
+            end_token=end_of_document,
+            max_files=max_files,
+        )
+    counts = (
+        f"{manifest['tokens'][split]:,} {split} tokens in {n:,} documents" for split, n in manifest["documents"].items()
+    )
+    line = f"{out}: {', '.join(counts)}; vocabulary {manifest['vocab_size']}, {manifest['dtype']}"
+    say(line)
+
+
+@app.command(rich_help_panel=PANEL)
+def distill(
+    name: Annotated[
+        str, typer.Argument(metavar="RECIPE", help=f"one of {', '.join(RECIPES)}", autocompletion=one_of(*RECIPES))
+    ],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE", help="what differs from the recipe; --dry-run prints all fields"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,...",
+            help="a run for each value, in folders inside the output, and a table; finished ones are reused; "
+            "learning_rate alone is the paper's sweep",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost, train nothing")] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="for --dry-run: how many share the work")] = 1,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="for --dry-run: part of the peak that is reached")
+    ] = 0.4,
+) -> None:
+    """Train a student from scratch against a teacher's soft targets (or on the text alone).
+
+    SIGTERM ends it with a checkpoint and exit code 143. With --resume, torchrun --max-restarts goes on by itself.
+    """
+    with one_line_errors():
+        from affine_attn.distill import estimate
+        from affine_attn.distill.recipes import recipe
+
+        chosen = recipe(name, assignments or ())
+        if dry_run:
+            for line in estimate.dry_run(name, chosen, gpus, mfu):
+                say(line)
+            return
+        training_bar_alone()
+        if sweep is not None:
+            from affine_attn.distill.sweep import grid, outcome, table
+
+            folder = output or Path("runs") / f"{name}-sweep"
+            rows = []
+            with exit_code_of_sigterm():
+                for label, each in grid(chosen, sweep, folder).items():
+                    Console(stderr=True).print(label, markup=False, highlight=False)
+                    rows.append(outcome(label, each, folder))
+            # Not through rich: rows must stay on their lines however narrow the terminal is.
+            print(*table(rows), sep="\n")
+            return
+        from affine_attn.distill.run import run
+
+        with exit_code_of_sigterm():
+            folder = run(chosen, output or Path("runs") / name, resume)
+    say(str(folder))
+
+
+@app.command(rich_help_panel=PANEL)
+def cache_teacher(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="a folder of shards, see: affine-attn prepare")],
+    teacher: Annotated[
+        str, typer.Argument(metavar="TEACHER", help="a causal model of the same tokenizer: folder or hub id")
+    ],
+    sequence_length: Annotated[int, typer.Option(min=1, help="of the training that will read the cache")] = 2048,
+    top_k: Annotated[int, typer.Option(min=1, help="largest entries kept of every token")] = 64,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="of the teacher and of the logits that are kept: bfloat16 or float32",
+            autocompletion=one_of("bfloat16", "float32"),
+        ),
+    ] = "bfloat16",
+    documents: Annotated[bool, typer.Option(help="keep documents apart, as the recipe's field documents")] = True,
+    shared_vocab: Annotated[
+        int | None, typer.Option(min=1, help="leading entries that student and teacher share, where sizes differ")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="the folder to write; default: DATA/teacher-cache")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences at once")] = 8,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="tokens of a file; a killed run loses one at most")] = 1
+    << 22,
+    device: Device = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
+) -> None:
+    """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.
+
+    Stopped at any moment, the same command goes on. Started once per GPU (--device cuda:0, cuda:1, ...), the processes
+    share the work.
+    """
+    with one_line_errors():
+        from affine_attn.distill import cache, estimate, shards
+
+        plan = cache.CachePlan(
+            data=data,
+            out=output or data / shards.TEACHER_CACHE,
+            sequence_length=sequence_length,
+            k=top_k,
+            vocabulary=shared_vocab or estimate.architecture(teacher, offline=False).vocab_size,
+            documents=documents,
+            dtype=dtype,
+            shard_tokens=shard_tokens,
+        )
+        say(plan.explain())
+        if dry_run:
+            return
+        line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch_size, device))
+    say(line)
