@@ -32,6 +32,7 @@ def pictured(runs: Iterable[Run]) -> list[Reported]:
 def _reported(run: Run) -> Reported:
     """A run as the report knows it, from the files of an experiment."""
     series, valid, result = run.series(), run.valid, run.result or {}
+    series["step"] = [int(step) for step in series["step"]]
     rows = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
     held_out = {"valid_loss": valid.get("kd"), "valid_perplexity": valid.get("ppl")}
     student = run.config["student"]
