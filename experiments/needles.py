@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from affine_attn.distill.data import sequences
 from affine_attn.distill.shards import TokenShards
 from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_retrieval
 from affine_attn.evaluate.perplexity import encode
 from affine_attn.models import AffineAttnForCausalLM
-from affine_attn.models.folders import tokenizer_of
 from affine_attn.models.statistics import evaluating
 from experiments.grid import PAPER_RATE, Group, Student
 from experiments.learner import Learner, autocast, batches_of, room_for_graphs
@@ -38,7 +38,7 @@ def found(student: Student, model: AffineAttnForCausalLM, group: Group) -> dict[
         for batch in batches_of(recipe, sequences(recipe), 0, model.device):
             learner.step(batch, None)
     text = joined_shards(Path(recipe.data))
-    tokenizer = tokenizer_of(str(TokenShards(recipe.data, 1).tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(TokenShards(recipe.data, 1).tokenizer)
     with torch.compiler.set_stance("force_eager"), evaluating(model), autocast(recipe, model.device):
         measured = {
             length: needle_retrieval(model, text, partial(encode, tokenizer), length, haystacks=HAYSTACKS)
