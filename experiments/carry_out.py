@@ -1,5 +1,6 @@
 """Groups one after the other, until the time is up."""
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def carry_out(groups: Sequence[Group], output: Path, deadline: float, commit: st
         print(group.name, flush=True)
         if not train(group, teacher, output / group.name, deadline, seeded):
             return False
+        # Compiled models are cycles that reference counts do not end, and the next group needs the room of their graphs.
+        gc.collect()
+        torch.cuda.empty_cache()
     return True
 
 
