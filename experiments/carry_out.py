@@ -39,7 +39,7 @@ def carry_out(groups: Sequence[Group], output: Path, deadline: float, commit: st
         print(group.name, flush=True)
         if not train(group, teacher, output / group.name, deadline, seeded):
             return False
-        # Compiled models are cycles that reference counts do not end, and the next group needs the room of their graphs.
+        # Compiled models are cycles, which reference counts do not end, and the next group needs their room.
         gc.collect()
         torch.cuda.empty_cache()
     return True

@@ -25,7 +25,20 @@ from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.models import AffineAttnForCausalLM, preset
-from experiments import carry_out, compare, grid, learner, needles, page, report, runs, side_by_side, tables, zero_shot
+from experiments import (
+    carry_out,
+    compare,
+    grid,
+    learner,
+    needles,
+    page,
+    replay,
+    report,
+    runs,
+    side_by_side,
+    tables,
+    zero_shot,
+)
 from experiments.bigram import bigram
 from experiments.data import prepare_split
 from experiments.plan import plan
@@ -91,6 +104,18 @@ def test_side_by_side_is_alone(recipe, tmp_path):
         assert alone.valid["ppl"] == pytest.approx(last["valid_perplexity"], rel=1e-6)
         assert alone.valid["entropy"] == pytest.approx(last["valid_entropy"], rel=1e-6)
         assert alone.valid["tokens"] == last["valid_tokens"]
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_is_the_step(recipe, tmp_path, monkeypatch):
+    """Learning rates, batches, teacher and moving averages reach a CUDA graph anew at every step."""
+    group = a_group(replace(recipe, steps=12), "softmax", "affine", rate=1e-3)
+    replayed = trained(group, tmp_path / "replayed")
+    monkeypatch.setattr(replay, "EAGER_STEPS", 10**9)
+    for name, run in trained(group, tmp_path / "eager").items():
+        for column, values in run.series().items():
+            assert replayed[name].series()[column] == pytest.approx(values, rel=1e-3), (name, column)
+        assert replayed[name].valid["kd"] == pytest.approx(run.valid["kd"], rel=1e-3)
 
 
 def test_decay_is_the_trainers(data, tmp_path):
