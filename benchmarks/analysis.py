@@ -1,8 +1,9 @@
-"""What affine-attn analyze takes beyond a plain forward: python benchmarks/analysis.py
+"""Time and memory of affine-attn analyze, as a first call has them: python benchmarks/analysis.py
 
 A preset with random weights and random tokens, whose cost is that of any others. ``analysis`` is all that ``affine-attn
-analyze`` measures, ``forward`` the same decoder on the same sequences; ``peak_mib`` counts the weights too. Rows go to
-benchmarks/results/analysis/<device>.csv.
+analyze`` measures, ``forward`` the same decoder on the same sequences. Each runs once, in this order and in one
+process, so times include what is compiled or started for the first time. ``peak_mib`` counts the weights too. Rows go
+to benchmarks/results/analysis/<device>.csv.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def main() -> int:
     harness.add_argument("--limit", type=int, default=1000, help="documents of a task (default: %(default)s)")
     questions = commands.add_parser("questions", parents=[asked, harness], help="write those of the zero-shot tasks")
     questions.set_defaults(command=_questions)
-    answer = commands.add_parser("answer", parents=[asked], help="let the models of table A answer them")
+    answer = commands.add_parser("answer", parents=[asked], help="let the models of table A at one rate answer")
     answer.add_argument("--runs", type=Path, default=Path("runs/experiments"))
     answer.set_defaults(command=_answer)
     count = commands.add_parser("count", parents=[asked, harness], help="make accuracies of the answers")
@@ -130,10 +130,10 @@ def _questions(arguments: argparse.Namespace) -> int:
 
 def _answer(arguments: argparse.Namespace) -> int:
     from experiments import zero_shot
-    from experiments.grid import BEST_RATE
+    from experiments.grid import COMMON_RATE
     from experiments.runs import read_runs
 
-    chosen = (run for run in read_runs(arguments.runs) if run.table == "a" and run.rate == BEST_RATE)
+    chosen = (run for run in read_runs(arguments.runs) if run.table == "a" and run.rate == COMMON_RATE)
     for path in zero_shot.answer(chosen, arguments.questions):
         print(path, flush=True)
     return 0

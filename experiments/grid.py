@@ -15,7 +15,7 @@ from affine_attn.models import AffineAttnConfig, preset
 from affine_attn.models.presets import at_length
 
 LENGTH = 1024
-PAPER_RATE, BEST_RATE = 1e-3, 3e-3  # the affine paper's, and the best one of a first probe at this size
+PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only
 SWEPT_RATE, HIGH_RATE = 2e-3, 5e-3  # the rest of the sweep
 SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)
 CORE, OTHERS = ("softmax", "sink", "affine"), ("off_by_one", "gated", "affine_gated")
@@ -47,6 +47,15 @@ class Student:
         return asdict(self) | {"attention": self.attention.to_dict()}
 
 
+@dataclass(frozen=True)
+class Needles:
+    """After its training a student learns to find needles at its length, and is asked at all lengths of its group."""
+
+    steps: int = 300
+    learning_rate: float = 1e-3
+    haystacks: int = 10  # of every depth
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Students side by side; ``lengths`` are those of the validation, the sequence length of training first."""
@@ -56,15 +65,11 @@ class Group:
     recipe: Recipe
     students: tuple[Student, ...]
     lengths: tuple[int, ...]
-
-    @property
-    def needles(self) -> bool:
-        """Whether students are asked for needles at all lengths, after they have learned to find them."""
-        return self.table == "d"
+    needles: Needles | None = None
 
     def is_analysed(self, student: Student) -> bool:
         """Figures compare students of one seed at one rate."""
-        return self.recipe.seed == SEEDS[0] and student.learning_rate == BEST_RATE and self.table != "noise"
+        return self.recipe.seed == SEEDS[0] and student.learning_rate == COMMON_RATE and self.table != "noise"
 
     def __post_init__(self) -> None:
         if len({student.name for student in self.students}) < len(self.students):
@@ -103,7 +108,14 @@ def groups(recipe: Recipe) -> list[Group]:
         seeded = replace(recipe, seed=seed)
         factors = (1, 4, 16) if table == "d" else (1,)
         lengths = tuple(factor * recipe.sequence_length for factor in factors)
-        return Group(name=f"{name}-seed{seed}", table=table, recipe=seeded, students=students, lengths=lengths)
+        return Group(
+            name=f"{name}-seed{seed}",
+            table=table,
+            recipe=seeded,
+            students=students,
+            lengths=lengths,
+            needles=Needles() if table == "d" else None,
+        )
 
     def named(names: tuple[str, ...], rates: tuple[float, ...]) -> tuple[Student, ...]:
         specs = {name: at_length(variant(name), recipe.sequence_length) for name in names}
@@ -112,19 +124,19 @@ def groups(recipe: Recipe) -> list[Group]:
         )
 
     first, *others = SEEDS
-    both, every = (PAPER_RATE, BEST_RATE), (*CORE, *OTHERS)
+    both, every = (PAPER_RATE, COMMON_RATE), (*CORE, *OTHERS)
     a_open = ablations(recipe.sequence_length)
     lengthy = distances(recipe.sequence_length)
     return [
         group("a-core", "a", first, named(CORE, both)),
         group("a-others", "a", first, named(OTHERS, both)),
         *(group("a", "a", seed, named(every, both)) for seed in others),
-        group("noise", "noise", first, named(("softmax", "affine"), (BEST_RATE,))),
+        group("noise", "noise", first, named(("softmax", "affine"), (COMMON_RATE,))),
         group("a-sweep", "a", first, named(every, (SWEPT_RATE, HIGH_RATE))),
         group("c", "c", first, a_open),
         group("d", "d", first, lengthy),
         *(group("a-core", "a", seed, named(CORE, both)) for seed in MORE_SEEDS),
-        # Where stability should show: table B needs it of all seeds.
+        # Where stability should show, for table B.
         *(group("a-high", "a", seed, named(every, (HIGH_RATE,))) for seed in others),
         *(group("c", "c", seed, a_open) for seed in others),
         *(group("d", "d", seed, lengthy) for seed in others),
@@ -145,7 +157,7 @@ def ablations(length: int) -> tuple[Student, ...]:
         "affine, no beta": {"beta": False},
     }
     base = Affine(length=length)
-    common: dict[str, Any] = {"learning_rate": BEST_RATE}
+    common: dict[str, Any] = {"learning_rate": COMMON_RATE}
     students = (
         Student(variant=name, attention=AttentionSpec(affine=replace(base, **change)), **common)
         for name, change in changes.items()
@@ -167,6 +179,6 @@ def distances(length: int) -> tuple[Student, ...]:
         ),
     }
     return tuple(
-        Student(variant=name, attention=spec, learning_rate=BEST_RATE, qk_norm=True, positions=positions)
+        Student(variant=name, attention=spec, learning_rate=COMMON_RATE, qk_norm=True, positions=positions)
         for name, (spec, positions) in rows.items()
     )

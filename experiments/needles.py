@@ -13,17 +13,15 @@ from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_ret
 from affine_attn.evaluate.perplexity import encode
 from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.models.statistics import evaluating
-from experiments.grid import PAPER_RATE, Group, Student
+from experiments.grid import Group, Needles, Student
 from experiments.learner import Learner, autocast, batches_of, room_for_graphs
 
-# As in arXiv 2505.17083: a third each of warmup, constant rate and decay.
-STEPS = 300
-HAYSTACKS = 10
 
-
-def found(student: Student, model: AffineAttnForCausalLM, group: Group) -> dict[str, float]:
-    """``needle_LENGTH`` for the lengths of the group: the share found, a mean over depths. It trains the model."""
-    phase = min(STEPS, group.recipe.steps) // 3
+def found(student: Student, model: AffineAttnForCausalLM, group: Group, asked: Needles) -> dict[str, float | None]:
+    """``needle_LENGTH`` for the lengths of the group: the share found, a mean over depths; None after a training that
+    diverged. It trains the model."""
+    # As in arXiv 2505.17083: a third each of warmup, constant rate and decay.
+    phase = asked.steps // 3
     recipe = replace(
         group.recipe,
         teacher=None,
@@ -33,15 +31,18 @@ def found(student: Student, model: AffineAttnForCausalLM, group: Group) -> dict[
         decay_steps=phase,
         statistics_steps=0,
     )
-    learner = Learner(replace(student, learning_rate=PAPER_RATE), recipe, model.device, model)
+    learner = Learner(replace(student, learning_rate=asked.learning_rate), recipe, model.device, model)
     with room_for_graphs():
         for batch in batches_of(recipe, sequences(recipe), 0, model.device):
             learner.step(batch, None)
+    learner.look()
+    if learner.diverged is not None:
+        return {f"needle_{length}": None for length in group.lengths}
     text = joined_shards(Path(recipe.data))
     tokenizer = AutoTokenizer.from_pretrained(TokenShards(recipe.data, 1).tokenizer)
     with torch.compiler.set_stance("force_eager"), evaluating(model), autocast(recipe, model.device):
         measured = {
-            length: needle_retrieval(model, text, partial(encode, tokenizer), length, haystacks=HAYSTACKS)
+            length: needle_retrieval(model, text, partial(encode, tokenizer), length, haystacks=asked.haystacks)
             for length in group.lengths
         }
     return {f"needle_{length}": result["metrics"]["accuracy"]["value"] for length, result in measured.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from affine_attn.analyze.files import Analysis
 from affine_attn.report import page
 from affine_attn.report.runs import Run as Reported
 from experiments.grid import CORE, OTHERS
@@ -25,11 +26,12 @@ def write(runs: Iterable[Run], output: Path) -> None:
 
 def pictured(runs: Iterable[Run]) -> list[Reported]:
     """Those of table A, softmax first."""
-    analysed = [run for run in runs if run.table == "a" and run.result and run.analysis()]
-    return [_reported(run) for run in sorted(analysed, key=lambda run: _ORDER.index(run.variant))]
+    finished = (run for run in runs if run.table == "a" and run.result)
+    analysed = [(run, analysis) for run in finished if (analysis := run.analysis()) is not None]
+    return [_reported(*both) for both in sorted(analysed, key=lambda both: _ORDER.index(both[0].variant))]
 
 
-def _reported(run: Run) -> Reported:
+def _reported(run: Run, analysis: Analysis) -> Reported:
     """A run as the report knows it, from the files of an experiment."""
     series, valid, result = run.series(), run.valid, run.result or {}
     series["step"] = [int(step) for step in series["step"]]
@@ -47,5 +49,5 @@ def _reported(run: Run) -> Reported:
         result=rows[-1] | held_out | {"gradients": result["gradients"]},
         finished=True,
         evaluations=run.evaluations(),
-        analysis=run.analysis(),
+        analysis=analysis,
     )

@@ -34,11 +34,13 @@ def plan(groups: Sequence[Group], done: Sequence[runs.Run]) -> Iterator[str]:
         attentions = {student.attention for student in left} - seen
         seen |= attentions
         cost = flops(group, [sizes[student] for student in left], teacher)
-        minutes = (group.recipe.tokens * cost / rate + COMPILE_SECONDS * len(attentions)) / 60
+        steps = group.recipe.steps + (group.needles.steps if group.needles else 0)
+        tokens = group.recipe.tokens * steps // group.recipe.steps
+        minutes = (tokens * cost / rate + COMPILE_SECONDS * len(attentions)) / 60
         total += minutes
-        runs_left, tokens_left = runs_left + len(left), tokens_left + len(left) * group.recipe.tokens
+        runs_left, tokens_left = runs_left + len(left), tokens_left + len(left) * tokens
         yield (
-            f"{group.name:22} {len(left):8} {len(left) * group.recipe.tokens / 1e6:7.0f}M {minutes:8.1f} {total:8.1f}"
+            f"{group.name:22} {len(left):8} {len(left) * tokens / 1e6:7.0f}M {minutes:8.1f} {total:8.1f}"
             f"   {', '.join(dict.fromkeys(student.variant for student in left))}"
         )
     how = f"measured over {len(measured)} runs" if measured else "from a first probe on an H200"

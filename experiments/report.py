@@ -80,8 +80,9 @@ def cost(runs: Sequence[Run]) -> str:
 
 
 def _tokens(run: Run) -> int:
+    """Of its training; learning to find needles is not counted."""
     recipe = run.config["recipe"]
-    return recipe["steps"] * recipe["global_batch"] * recipe["sequence_length"]
+    return (run.diverged_step or recipe["steps"]) * recipe["global_batch"] * recipe["sequence_length"]
 
 
 def _cell(row: Row, name: str, noise_floor: float) -> str:

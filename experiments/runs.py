@@ -33,7 +33,7 @@ from affine_attn.evaluate.results import FOLDER as EVALUATION
 from experiments.grid import Group, Student
 
 if TYPE_CHECKING:
-    from experiments.side_by_side import Learner
+    from experiments.learner import Learner
 
 CONFIG, ENVIRONMENT, METRICS, STATISTICS, RESULT, MODEL = (
     "config.json", "environment.json", "metrics.csv.gz", "statistics.jsonl.gz", "result.json", "model",
@@ -47,7 +47,9 @@ _FREE = ("data", "teacher", "workers", "compile", "save_steps")
 def config(group: Group, student: Student) -> dict[str, Any]:
     recipe = dataclasses.asdict(dataclasses.replace(group.recipe, learning_rate=student.learning_rate))
     del recipe["attention"]
-    about = {"group": group.name, "table": group.table, "lengths": list(group.lengths)}
+    about: dict[str, Any] = {"group": group.name, "table": group.table, "lengths": list(group.lengths)}
+    if group.needles is not None:
+        about["needles"] = dataclasses.asdict(group.needles)
     return about | {"student": student.to_dict(), "recipe": recipe}
 
 
@@ -88,7 +90,7 @@ def write_result(
     folder: Path,
     group: Group,
     learner: "Learner",
-    valid: dict[str, float | int] | None,
+    valid: dict[str, Any] | None,
     speed: dict[str, Any],
     environment: dict[str, Any],
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     if recipe.statistics_steps:
         for learner in going:
             learner.watch(few)
-    measured = validate(group, [learner.model for learner in going], teacher)
-    valid = {learner.student.name: row for learner, row in zip(going, measured, strict=True)}
+    measured = validate(group, [learner.model for learner in going], teacher) if going else []
+    valid: dict[str, dict[str, Any]] = {learner.student.name: row for learner, row in zip(going, measured, strict=True)}
     speed = {"seconds": round(seconds, 1), "students": len(learners)}
     speed["student_tokens_per_second"] = round(len(learners) * median(speeds)) if speeds else None
     speed["flops_per_second"] = round(cost * median(speeds)) if speeds else None
@@ -86,9 +87,9 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
             runs.write_model(own, learner.model, text.tokenizer)
             if group.is_analysed(learner.student):
                 runs.write_analysis(own, recipe, learner.model.config.num_hidden_layers)
-            if group.needles:
+            if group.needles is not None:
                 # After all else: it changes the model.
-                measured |= needles.found(learner.student, learner.model, group)
+                measured |= needles.found(learner.student, learner.model, group, group.needles)
         # Last: a folder with a result is a finished run.
         runs.write_result(own, group, learner, measured, speed, environment)
     (folder / _CHECKPOINT).unlink(missing_ok=True)
@@ -165,12 +166,9 @@ def _resume(path: Path, learners: Sequence[Learner]) -> tuple[float, list[float]
     if not path.exists():
         return 0.0, [], 0
     state = torch.load(path, map_location=learners[0].model.device, weights_only=True)
-    names = [learner.student.name for learner in learners]
-    if sorted(state["students"]) != sorted(names):
-        raise ValueError(
-            f"{path} holds {', '.join(sorted(state['students']))}, but {', '.join(sorted(names))} are not finished: "
-            "remove it, or give another --output"
-        )
+    # Students that have their result are no longer among the learners.
+    if missing := {learner.student.name for learner in learners} - set(state["students"]):
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: remove it, or give another --output")
     for learner in learners:
         learner.load_state_dict(state["students"][learner.student.name])
     return state["seconds"], state["speeds"], state["step"]

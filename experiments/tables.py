@@ -7,7 +7,7 @@ from typing import Any
 from affine_attn.distill.gradients import STEPS, gradient_statistics
 from affine_attn.evaluate.results import TABLE_1, accuracy, average
 from experiments.compare import Interval, interval, paired
-from experiments.grid import BEST_RATE
+from experiments.grid import COMMON_RATE
 from experiments.runs import Run
 
 Row = dict[str, Any]
@@ -112,7 +112,7 @@ def table_c(runs: Iterable[Run]) -> list[Row]:
     chosen = [
         run
         for run in runs
-        if run.table == "c" or (run.table == "a" and run.variant == "affine" and run.rate == BEST_RATE)
+        if run.table == "c" or (run.table == "a" and run.variant == "affine" and run.rate == COMMON_RATE)
     ]
     rows = [
         _about(run) | _losses(run) | {"grad_variance": (run.result["gradients"] or {}).get("variance")} | _made(run)

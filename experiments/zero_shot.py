@@ -13,7 +13,7 @@ from affine_attn.distill.shards import TokenShards
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
-from affine_attn.evaluate.score import REQUESTS, SCORES, Pair, digest, read_lines, score, write_lines
+from affine_attn.evaluate.score import SCORES, digest, read_requests, score, write_lines
 from experiments.grid import Group
 from experiments.runs import MODEL, Run, write_gzip
 
@@ -28,12 +28,12 @@ def write_questions(group: Group, request: Request, questions: Path) -> int:
 
 def answer(runs: Iterable[Run], questions: Path) -> Iterator[Path]:
     """Each file as it is written, beside models that are there and have not answered yet."""
-    pairs = _pairs(questions)
     for run in runs:
         file, model = run.folder / ANSWERS, run.folder / MODEL
         if file.exists() or not (model / "config.json").exists():
             continue
         subject = Subject(str(model))
+        pairs = read_requests(questions, subject.config)
         scores = score(subject.model, pairs, progress=run.folder.name)
         write_gzip(file, [json.dumps({"questions": digest(pairs), "model": subject.about(), "scores": scores})])
         yield file
@@ -41,25 +41,22 @@ def answer(runs: Iterable[Run], questions: Path) -> Iterator[Path]:
 
 def count(runs: Iterable[Run], group: Group, request: Request, questions: Path) -> Iterator[Path]:
     """Write what affine-attn eval would, for runs that have answered; each folder as it is done."""
-    pairs = _pairs(questions)
+    pairs = read_requests(questions, group.students[0].config(group.recipe))
     for run in runs:
         file = run.folder / ANSWERS
         if not file.exists():
             continue
         answers = json.loads(gzip.decompress(file.read_bytes()))
         if answers["questions"] != digest(pairs):
-            raise ValueError(f"{file} answers other questions than {questions}")
+            raise ValueError(
+                f"{file} answers other questions than {questions}: remove it, and let its model answer again"
+            )
         with _without_weights(group) as subject, tempfile.TemporaryDirectory() as folder:
             scores = Path(folder) / "scores.jsonl"
             header = {"format": SCORES, "requests": digest(pairs), "model": answers["model"]}
             write_lines(scores, header, zip(pairs, answers["scores"], strict=True))
             evaluate(subject, request, run.folder / EVALUATION, scores)
         yield run.folder / EVALUATION
-
-
-def _pairs(questions: Path) -> list[Pair]:
-    _, lines = read_lines(questions, REQUESTS)
-    return [Pair(tuple(context), tuple(continuation)) for context, continuation in lines]
 
 
 @contextmanager

@@ -278,6 +278,8 @@ def test_torchrun_restarts_and_resumes_after_a_lost_rank(data, tmp_path):
     assert f"--resume: going on after {output}/checkpoint-" in log(output)
     assert ended(start(command(data, alone, steps=steps), alone)) == 0
     for a, b in zip(losses(alone), losses(output), strict=True):
+        # Rounding of other orders of sums grows over 40 steps, in the norm of all gradients first.
+        assert a.pop("grad_norm") == pytest.approx(b.pop("grad_norm"), rel=1e-4)
         assert a == pytest.approx(b, abs=1e-5)
 
 

@@ -261,7 +261,15 @@ def test_a_logit_is_a_class_of_its_own_with_a_name_of_its_own(logits):
             strength: float = default
             kind = "again"
 
-    assert decode_logit(encode_logit(Again())) == Again(2.0)
+    for value in (2.0, 3, 0.5, -1e-9, float("inf")):
+        assert decode_logit(encode_logit(Again(value))) == Again(value)
+    with pytest.raises(TypeError, match="Nameless needs a kind"):
+
+        class Nameless(Logit):
+            pass
+
+    with pytest.raises(ValueError, match="logit must be None or one of ScaleInvariant"):
+        AttentionSpec(logit=Logit())
 
 
 @pytest.mark.parametrize("value", [True, "3", None])

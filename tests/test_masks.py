@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from affine_attn import Mask
@@ -63,6 +63,8 @@ def test_visible_is_the_definition(case):
 
 @MANY
 @given(cases())
+@example((Mask(window=2, padding=torch.tensor([[False, True, True, False, True]])), 1, 4, 5))
+@example((Mask(window=3, padding=torch.tensor([[True, False, True]]), lengths=torch.tensor([2])), 1, 2, 3))
 def test_count_is_the_number_of_visible_keys(case):
     mask, batch, tq, tk = case
     expected = [[sum(row) for row in rows] for rows in _table(mask, batch, tq, tk)]

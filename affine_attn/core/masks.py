@@ -111,8 +111,9 @@ class Mask:
         if self.documents is None and self.padding is None:
             return (high - low + 1).clamp(min=0)[:, None]
         if self.documents is None:
+            assert self.padding is not None
             # Real keys before each slot; their slots are in order, so nothing needs sorting.
-            before = F.pad(self._real(tk, device).cumsum(1), (1, 0))
+            before = F.pad(self.padding.cumsum(1), (1, 0))
             ends = (x.clamp(0, tk).expand(before.shape[0], tq) for x in (low, high + 1))
             start, stop = (before.gather(1, end) for end in ends)
             return (stop - start).clamp(min=0)[:, None]
@@ -131,11 +132,6 @@ class Mask:
     def _batch(self) -> int:
         return next((tensor.shape[0] for tensor in self.tensors.values()), 1)
 
-    def _real(self, tk: int, device: torch.device) -> Tensor:
-        """Keys that are neither padding nor beyond the length of their row, bool [B, Tk]."""
-        real = torch.ones(self._batch(), tk, dtype=torch.bool, device=device) if self.padding is None else self.padding
-        return real if self.lengths is None else real & (torch.arange(tk, device=device) < self.lengths[:, None])
-
     def _bounds(self, tq: int, tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """First and last slot a query could see before documents and padding, each [B or 1, Tq]."""
         p = self.positions(tq, tk, device)
@@ -150,7 +146,8 @@ class Mask:
         Works for ids in any order, in T log T time and linear memory.
         """
         batch = self._batch()
-        slot, real = torch.arange(tk, device=device), self._real(tk, device)
+        slot = torch.arange(tk, device=device)
+        real = torch.ones(batch, tk, dtype=torch.bool, device=device) if self.padding is None else self.padding
         if self.documents is None:
             key_id = torch.zeros(batch, tk, dtype=torch.int64, device=device)
         else:

@@ -37,6 +37,8 @@ class Logit:
     same_in_all_heads = False
 
     def __init_subclass__(cls):
+        if not hasattr(cls, "kind"):
+            raise TypeError(f"{cls.__name__} needs a kind, its name in JSON and operators")
         if Logit not in cls.__bases__:
             raise TypeError(f"{cls.__name__} must derive from Logit itself: engines would take it for its parent")
         known = _LOGITS.get(cls.kind)
@@ -165,7 +167,7 @@ class AttentionSpec:
     gate: str | None = None
 
     def __post_init__(self):
-        if self.logit is not None and not isinstance(self.logit, Logit):
+        if self.logit is not None and type(self.logit) not in _LOGITS.values():
             raise ValueError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
         is_number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
         if not (self.sink is None or self.sink == "learned" or is_number):
@@ -212,8 +214,11 @@ def decode_logit(text: str) -> Logit | None:
         return None
     name, *values = text.split(" ")
     kind: Any = _LOGITS[name]
-    fields = dataclasses.fields(kind)
-    return kind(*(type(field.default)(value) for field, value in zip(fields, values, strict=True)))
+    return kind(*(float(value) if _is_float(value) else int(value) for value in values))
+
+
+def _is_float(text: str) -> bool:
+    return not text.lstrip("-").isdecimal()
 
 
 def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:

@@ -114,19 +114,25 @@ def score_file(
     model: PreTrainedModel, about: dict[str, Any], requests: Path, scores: Path, batch_size: int | None = None
 ) -> int:
     """Score a file of requests into a file of scores, whose first line is ``about`` the model; returns how many."""
+    pairs = read_requests(requests, model.config)
+    results = score(model, pairs, batch_size)
+    answered = zip(pairs, results, strict=True)
+    write_lines(scores, {"format": SCORES, "requests": digest(pairs), "model": about}, answered)
+    return len(results)
+
+
+def read_requests(requests: Path, config: PreTrainedConfig) -> list[Pair]:
+    """The requests of a file, which a model with this configuration must be able to answer."""
     header, lines = read_lines(requests, REQUESTS)
     pairs = [Pair(tuple(context), tuple(continuation)) for context, continuation in lines]
-    config, longest = model.config, header["max_length"]
     largest = max((token for pair in pairs for tokens in pair for token in tokens), default=0)
+    longest = header["max_length"]
     if largest >= config.vocab_size or longest > config.max_position_embeddings:
         raise ValueError(
             f"{requests} was exported for another model: it has tokens up to {largest} and lengths up to {longest}, "
             f"this one {config.vocab_size} tokens and {config.max_position_embeddings} positions"
         )
-    results = score(model, pairs, batch_size)
-    answered = zip(pairs, results, strict=True)
-    write_lines(scores, {"format": SCORES, "requests": digest(pairs), "model": about}, answered)
-    return len(results)
+    return pairs
 
 
 def digest(pairs: Iterable[Pair]) -> str:

@@ -137,7 +137,7 @@ def usable_device(name: str | None = None) -> torch.device:
     try:
         torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name}: torch has no such device to compute on here") from error
+        raise ValueError(f"--device {device}: torch has no such device to compute on here") from error
     return device
 
 
