@@ -92,6 +92,13 @@ def ended(process, seconds: float = 120) -> int | None:
     return process.exitcode
 
 
+def killed_after(seconds: float, process) -> int | None:
+    """Its exit code, which is 0 if it ended before the signal came."""
+    ended(process, seconds)
+    process.kill()
+    return ended(process)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return counting_shards(tmp_path_factory.mktemp("shards"))
@@ -148,11 +155,10 @@ def test_a_killed_run_resumes_to_the_run_that_was_not(seed, data, whole, tmp_pat
     output, chance = tmp_path / "run", random.Random(seed)
     if seed % 3 == 2:
         seconds = chance.uniform(0, whole.seconds)
-        while ended(process := start(command(data, output), output), seconds) == 0:
+        while killed_after(seconds, process := start(command(data, output), output)) == 0:
             # It was faster than the clock.
             shutil.rmtree(output)
             seconds *= 0.7
-        process.kill()
     else:
         pattern = r"open .*checkpoint\.tmp/checkpoint-" if seed % 3 == 0 else r"os\.(rename|remove|rmdir) "
         process = start(
@@ -278,9 +284,8 @@ def test_torchrun_restarts_and_resumes_after_a_lost_rank(data, tmp_path):
     assert f"--resume: going on after {output}/checkpoint-" in log(output)
     assert ended(start(command(data, alone, steps=steps), alone)) == 0
     for a, b in zip(losses(alone), losses(output), strict=True):
-        # Rounding of other orders of sums grows over 40 steps, in the norm of all gradients first.
-        assert a.pop("grad_norm") == pytest.approx(b.pop("grad_norm"), rel=1e-4)
-        assert a == pytest.approx(b, abs=1e-5)
+        # Two ranks add in another order than one, and that rounding grows with the steps.
+        assert a == pytest.approx(b, abs=1e-5 if a["step"] <= 20 else 1e-4)
 
 
 @pytest.mark.faults
