@@ -70,6 +70,9 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -133,7 +136,9 @@ def _answer(arguments: argparse.Namespace) -> int:
     from experiments.grid import COMMON_RATE
     from experiments.runs import read_runs
 
-    chosen = (run for run in read_runs(arguments.runs) if run.table == "a" and run.rate == COMMON_RATE)
+    chosen = [run for run in read_runs(arguments.runs) if run.table == "a" and run.rate == COMMON_RATE]
+    if not chosen:
+        raise ValueError(f"{arguments.runs} has no runs of table A at a rate of {COMMON_RATE:g}")
     for path in zero_shot.answer(chosen, arguments.questions):
         print(path, flush=True)
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from affine_attn.cli.terminal import console, exit_code_of_sigterm, one_line_errors, training_bar_alone
+from affine_attn.cli.terminal import console, exit_codes_of_signals, one_line_errors, training_bar_alone
 
 app = typer.Typer()
 PANEL = "Start"
@@ -25,7 +25,7 @@ def demo() -> None:
         from affine_attn.distill.recipes import recipe
 
         training_bar_alone()
-        with exit_code_of_sigterm():
+        with exit_codes_of_signals():
             run_demo(recipe("demo"), Path("runs/demo"), console)
 
 

@@ -33,15 +33,17 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def exit_code_of_sigterm() -> Iterator[None]:
-    """143 for a run that SIGTERM has ended, as the shell has it."""
+def exit_codes_of_signals(goes_on: str = "the same command goes on") -> Iterator[None]:
+    """143 for a run that SIGTERM has ended and 130 for one that Ctrl-C has, as the shell has it."""
     from affine_attn.distill.run import Terminated
 
     try:
         yield
-    except Terminated as stopped:
-        Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
-        raise typer.Exit(128 + signal.SIGTERM) from stopped
+    except (Terminated, KeyboardInterrupt) as stopped:
+        terminated = isinstance(stopped, Terminated)
+        told = str(stopped) if terminated else f"stopped by Ctrl-C: {goes_on}"
+        Console(stderr=True).print(told, markup=False, soft_wrap=True)
+        raise typer.Exit(128 + (signal.SIGTERM if terminated else signal.SIGINT)) from stopped
 
 
 def training_bar_alone() -> None:

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from affine_attn.cli.options import RECIPES, Device, one_of
-from affine_attn.cli.terminal import exit_code_of_sigterm, one_line_errors, say, training_bar_alone
+from affine_attn.cli.terminal import exit_codes_of_signals, one_line_errors, say, training_bar_alone
 
 app = typer.Typer()
 PANEL = "Training"
@@ -116,7 +116,7 @@ def distill(
 
             folder = output or Path("runs") / f"{name}-sweep"
             rows = []
-            with exit_code_of_sigterm():
+            with exit_codes_of_signals():
                 for label, each in grid(chosen, sweep, folder).items():
                     Console(stderr=True).print(label, markup=False, highlight=False)
                     rows.append(outcome(label, each, folder))
@@ -125,7 +125,7 @@ def distill(
             return
         from affine_attn.distill.run import run
 
-        with exit_code_of_sigterm():
+        with exit_codes_of_signals("--resume goes on after the last checkpoint, if there is one"):
             folder = run(chosen, output or Path("runs") / name, resume)
     say(str(folder))
 
