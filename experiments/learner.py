@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, get_scheduler, set_seed
 
 from affine_attn.core.alpha import alpha_gates, track_alpha
+from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
 from affine_attn.distill.losses import Loss, Teacher, chunked_loss
 from affine_attn.distill.recipes import Recipe
@@ -134,13 +135,6 @@ def new_optimizer(model: nn.Module, recipe: Recipe, rate: Tensor) -> torch.optim
     entries = [{"params": parameters, "weight_decay": decay} for decay, parameters in parts.items()]
     betas = (recipe.beta1, recipe.beta2)
     return torch.optim.AdamW(entries, rate, betas=betas, fused=True, capturable=rate.is_cuda)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Layer by layer: those of one attention share what was compiled for the first, over all students."""
-    layers: Any = model.base_model.layers
-    for layer in layers:
-        layer.compile()
 
 
 @contextmanager

@@ -82,7 +82,8 @@ class AlphaGate(nn.Module):
         logits = _wide_linear(x, self.w_a)
         # Rows of one head side by side, as the kernels read them.
         alpha = self.affine.alpha_range * ACTIVATIONS[self.affine.phi](logits).transpose(1, 2).contiguous()
-        if self.training and torch.is_grad_enabled():
+        # In this order a compiled decoding step never asks for ``training``, which it would check at every token.
+        if torch.is_grad_enabled() and self.training:
             self._accumulate(alpha.detach(), valid)
         return alpha
 
@@ -94,7 +95,10 @@ class AlphaGate(nn.Module):
             n = keys if mask.lengths is None else mask.lengths.clamp(min=1)[:, None, None]
         else:
             n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.affine.length, 1))
-        return (self.alpha_ma[self._own(alpha), None] - alpha) / n
+        average = self.alpha_ma
+        if alpha.shape[1] != average.shape[0]:
+            average = average[self._own(alpha)]
+        return (average[:, None] - alpha) / n
 
     def _own(self, alpha: Tensor) -> slice:
         return slice(self.first_head, self.first_head + alpha.shape[1])

@@ -49,6 +49,11 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (c, c + D/2) of x [B, H, T, D], computed in fp32."""
+    """Rotate pairs (c, c + D/2) of x [B, H, T, D], computed in fp32.
+
+    The result lies in memory as projections write it and o_proj reads it, heads inside tokens: an attention lays its
+    output out like its queries, so nothing is copied into another order on the way.
+    """
     first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.transpose(1, 2) for half in halves], -1).to(x.dtype).transpose(1, 2)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
 from affine_attn.distill.cache import CachedShards, cached_target
+from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.estimate import size_of
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss
 from affine_attn.distill.metrics import Metrics
@@ -85,8 +86,9 @@ class DistillTrainer(Trainer):
         self._folder = Path(args.output_dir or ".")
         self.teacher = None if teacher is None else frozen(teacher, args.device)
         if compile:
-            for layer in (*_layers(model), *(() if self.teacher is None else _layers(self.teacher))):
-                layer.compile()
+            compile_layers(model)
+            if self.teacher is not None:
+                compile_layers(self.teacher)
         self._stop = False
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
@@ -253,11 +255,6 @@ def _loss_forward(
     hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
     weight = self.get_output_embeddings().weight
     return chunked_loss(hidden, weight, target, labels, spec=spec, tokens=tokens, shared=shared)
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks a model consists of, by the name that transformers has for them."""
-    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 class _Bar(ProgressCallback):
