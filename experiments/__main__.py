@@ -32,7 +32,7 @@ def main() -> int:
     run.add_argument("--output", type=Path, default=Path("runs/experiments"))
     run.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
     run.add_argument("--only", default="", metavar="PREFIX", help="groups whose name begins so")
-    run.add_argument("--commit", help="of this code, where git cannot be asked")
+    run.add_argument("--commit", help="of this code, where git cannot tell")
     run.add_argument("--dry-run", action="store_true", help="print the plan, train nothing")
     run.set_defaults(command=_run)
 

@@ -29,14 +29,11 @@ def carry_out(groups: Sequence[Group], output: Path, deadline: float, commit: st
     teacher = _teacher(first)
     # Also switches on TF32 for what autocast leaves in fp32, as in affine-attn distill.
     about: dict[str, Any] = environment(training_arguments(first, output))
-    if "commit" not in about and commit is None:
+    commit = commit or about.get("commit")
+    if commit is None:
         raise ValueError("git cannot be asked for the commit of this code: give --commit")
     for group in groups:
-        seeded = about | {
-            "commit": about.get("commit", commit),
-            "seed": group.recipe.seed,
-            "data_seed": group.recipe.seed,
-        }
+        seeded = about | {"commit": commit, "seed": group.recipe.seed, "data_seed": group.recipe.seed}
         print(group.name, flush=True)
         if not train(group, teacher, output / group.name, deadline, seeded):
             return False

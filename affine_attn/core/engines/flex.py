@@ -8,7 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    create_block_mask,
+    flex_attention,
+)
 
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import combine, rescale_by_sink
@@ -17,6 +23,9 @@ from affine_attn.core.quarantine import visible_sum, visible_sum_backward
 from affine_attn.core.reference import row_dtype
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
+
+# Below 128 queries FlexAttention would take another kernel, which has no tile for more than 128 queries of a group.
+_KERNEL_OPTIONS = FlexKernelOptions(FORCE_USE_FLEX_ATTENTION=True)
 
 _block_masks: WeakKeyDictionary[Mask, dict[tuple, BlockMask]] = WeakKeyDictionary()
 
@@ -46,6 +55,7 @@ def run(call: Call) -> Tensor:
         scale=call.scale,
         enable_gqa=call.heads != call.k.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=_KERNEL_OPTIONS,
     )
     o, _ = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
     u = None if call.beta is None else _VisibleValues.apply(call.v, call)
