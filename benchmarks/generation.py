@@ -3,19 +3,20 @@
 ``python benchmarks/generation.py`` writes rows of mode "generation" into the device's CSV. Every model is
 transformers' Llama architecture of one preset with random weights: transformers' own with SDPA attention (the
 baseline), and ours with each attention. A time is the median between two tokens of one generation, after its first
-few; the models take turns in every round. Settings are processes of their own, which compile at the same time and are
-timed one after another.
+few; the models take turns in every round. Every model of every setting is a process of its own: all compile at the same
+time, which takes minutes one after another, and are timed one at a time.
 """
 
 import argparse
 import itertools
 import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable
-from multiprocessing.synchronize import Barrier, Lock
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +32,10 @@ BASELINE = "transformers Llama (sdpa)"
 console = Console(width=140)
 
 
+# Of a prompt that only serves to compile: what is compiled depends on the cache's length, not on the prompt's.
+_SHORT = 16
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="llama3.2-1b", help="architecture (default: %(default)s)")
@@ -41,63 +46,87 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="CSV to update; default benchmarks/results/<device>.csv")
     arguments = parser.parse_args()
-    settings = list(itertools.product(arguments.batches, arguments.contexts))
-    spawn = multiprocessing.get_context("spawn")
-    compiled, turn = spawn.Barrier(len(settings)), spawn.Lock()
-    processes = [spawn.Process(target=measure, args=(arguments, *setting, compiled, turn)) for setting in settings]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit("a setting failed, see above")
-    if arguments.output is None:
-        readme.main()
-
-
-def measure(arguments: argparse.Namespace, batch: int, context: int, compiled: Barrier, turn: Lock) -> None:
-    """One setting, in its process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = arguments.output or record.results_path(device)
-    try:
-        models = build(arguments.preset, arguments.attention, device)
-        time_once = runner(models, batch, context, arguments.tokens)
-        time_once()
-    except BaseException:
-        # The others must not wait for it.
-        compiled.abort()
-        raise
-    compiled.wait()
-    with turn:
-        rounds = [time_once() for _ in range(arguments.rounds)]
+    settings = list(itertools.product(arguments.batches, arguments.contexts))
+    names = [BASELINE, *arguments.attention]
+    # Each compiles with threads of its own.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // len(names))))
+    begin = time.monotonic()
+    models = {
+        (name, *setting): Timed(arguments.preset, name, *setting, arguments.tokens)
+        for setting in settings
+        for name in names
+    }
+    for model in models.values():
+        model.answer()
+    console.print(f"compiled in {time.monotonic() - begin:.0f} s")
+    for batch, context in settings:
+        rounds = [{name: models[name, batch, context].ms() for name in names} for _ in range(arguments.rounds)]
         rows = rows_of(rounds, f"{arguments.preset} {context} x{batch}")
         for row in rows:
             console.print(f"{row['shape']}  {row['what']:28}  {row['ms_p50']} ms/token  x {row['ratio']}")
         # After every setting: an interrupted run keeps what it measured.
         old = record.read(path) if path.exists() else []
         record.write(path, record.merged(old, [row | record.provenance(device) for row in rows]))
+    if arguments.output is None:
+        readme.main()
 
 
-def build(name: str, attentions: list[str], device: torch.device) -> dict[str, PreTrainedModel]:
+class Timed:
+    """A model in a process of its own, which compiles at once and then waits to be asked."""
+
+    def __init__(self, preset_name: str, name: str, batch: int, context: int, tokens: int):
+        spawn = multiprocessing.get_context("spawn")
+        self._asked, theirs = spawn.Pipe()
+        self.what = f"{name}, {context} x{batch}"
+        # Daemons end with this process, however it ends.
+        spawn.Process(target=_serve, args=(theirs, preset_name, name, batch, context, tokens), daemon=True).start()
+        theirs.close()
+
+    def answer(self) -> float:
+        try:
+            return self._asked.recv()
+        except EOFError:
+            raise SystemExit(f"{self.what} failed, see above") from None
+
+    def ms(self) -> float:
+        """Milliseconds per token of one generation."""
+        self._asked.send(None)
+        return self.answer()
+
+
+def _serve(asked: Connection, preset_name: str, name: str, batch: int, context: int, tokens: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build(preset_name, name, device)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, context - tokens), device=device)
+    token_ms(model, prompt[:, :_SHORT], tokens, context)
+    asked.send(0.0)
+    while _is_asked(asked):
+        ms = token_ms(model, prompt, tokens, context)
+        # The memory of a long prompt, for the next process.
+        torch.cuda.empty_cache()
+        asked.send(ms)
+
+
+def _is_asked(asked: Connection) -> bool:
+    try:
+        asked.recv()
+    except EOFError:
+        return False  # whoever asked is done
+    return True
+
+
+def build(preset_name: str, name: str, device: torch.device) -> PreTrainedModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    softmax = AffineAttnForCausalLM(preset(name, "softmax")).to(device, dtype).eval()
-    plain = export(softmax)
+    attention = "softmax" if name == BASELINE else name
+    model: Any = AffineAttnForCausalLM(preset(preset_name, attention))
+    model = model.to(device, dtype).eval()
+    if name != BASELINE:
+        return model
+    plain = export(model)
     plain.set_attn_implementation("sdpa")
-    models = {BASELINE: plain}
-    for attention in attentions:
-        models[attention] = (
-            softmax
-            if attention == "softmax"
-            else AffineAttnForCausalLM(preset(name, attention)).to(device, dtype).eval()
-        )
-    return models
-
-
-def runner(models: dict[str, PreTrainedModel], batch: int, context: int, tokens: int) -> Callable[[], dict[str, float]]:
-    """A function that gives the milliseconds per token of every model; its first call compiles."""
-    vocabulary, device = models[BASELINE].config.vocab_size, models[BASELINE].device
-    prompt = torch.randint(0, vocabulary, (batch, context - tokens), device=device)
-    return lambda: {name: _token_ms(model, prompt, tokens, context) for name, model in models.items()}
+    return plain
 
 
 def rows_of(rounds: list[dict[str, float]], shape: str) -> list[record.Row]:
@@ -132,7 +161,7 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _token_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, context: int) -> float:
+def token_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, context: int) -> float:
     clock = Clock()
     model.generate(
         prompt,

@@ -1,5 +1,6 @@
 """The benchmark: what it lists, what it refuses to time, and what it makes of its rows."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -122,13 +123,25 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
 
 
-def test_generation_times_every_model():
-    models = generation.build("nano", ["affine"], torch.device("cpu"))
-    time_once = generation.runner(models, batch=1, context=24, tokens=12)
-    rows = generation.rows_of([time_once(), time_once()], "nano 24 x1")
+def test_generation_times_every_model(monkeypatch, tmp_path):
+    path = tmp_path / "cpu.csv"
+    size = ["--preset", "nano", "--batches", "1", "--contexts", "24", "--tokens", "12", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["generation.py", *size, "--attention", "affine", "--output", str(path)])
+    generation.main()
+    rows = record.read(path)
     assert [row["what"] for row in rows] == [generation.BASELINE, "affine"]
     assert all(row["shape"] == "nano 24 x1" and float(row["ms_p50"]) > 0 for row in rows)
     assert "nano 24 x1" in "\n".join(readme.tables(rows))
+
+
+def test_a_model_that_cannot_be_timed_is_named(monkeypatch, tmp_path, capfd):
+    size = ["--preset", "nano", "--batches", "1", "--contexts", "24", "--tokens", "12"]
+    monkeypatch.setattr(
+        sys, "argv", ["generation.py", *size, "--attention", "nothing", "--output", str(tmp_path / "cpu.csv")]
+    )
+    with pytest.raises(SystemExit, match="nothing, 24 x1 failed"):
+        generation.main()
+    assert "nothing" in capfd.readouterr().err
 
 
 def test_training_times_every_attention(tmp_path):

@@ -6,6 +6,7 @@ recomputation (sum and count grow together) and data-parallel ranks cannot skew 
 """
 
 import warnings
+from typing import Literal
 from weakref import WeakSet
 
 import torch
@@ -59,6 +60,10 @@ class AlphaGate(nn.Module):
     def __init__(self, dim: int, heads: int, affine: Affine = Affine(), init_std: float = 0.02):
         super().__init__()
         self.affine = affine
+        # What a forward reads, as plain values: a compiled decoding step checks at every token that they are still the
+        # same, and of plain ones torch sees it at a glance.
+        self.phi, self.alpha_range = affine.phi, affine.alpha_range
+        self.length: int | Literal["keys"] | None = affine.length if affine.beta else None
         self.init_std = init_std
         self.w_a = nn.Parameter(torch.empty(heads, dim))
         self.alpha_ma: Tensor
@@ -81,7 +86,7 @@ class AlphaGate(nn.Module):
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
         logits = _wide_linear(x, self.w_a)
         # Rows of one head side by side, as the kernels read them.
-        alpha = self.affine.alpha_range * ACTIVATIONS[self.affine.phi](logits).transpose(1, 2).contiguous()
+        alpha = self.alpha_range * ACTIVATIONS[self.phi](logits).transpose(1, 2).contiguous()
         # In this order a compiled decoding step never asks for ``training``, which it would check at every token.
         if torch.is_grad_enabled() and self.training:
             self._accumulate(alpha.detach(), valid)
@@ -89,12 +94,12 @@ class AlphaGate(nn.Module):
 
     def beta(self, alpha: Tensor, mask: Mask, keys: int) -> Tensor | None:
         """beta_i = (alpha_ma - alpha_i) / N_i, fp32 [B, H, Tq]; None where the spec has no beta."""
-        if not self.affine.beta:
+        if self.length is None:
             return None
-        if self.affine.length == "keys":
+        if self.length == "keys":
             n = keys if mask.lengths is None else mask.lengths.clamp(min=1)[:, None, None]
         else:
-            n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.affine.length, 1))
+            n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.length, 1))
         average = self.alpha_ma
         if alpha.shape[1] != average.shape[0]:
             average = average[self._own(alpha)]

@@ -51,6 +51,8 @@ class AttentionLayer(nn.Module):
                 f"AttentionLayer: attention must be a variant's name or an AttentionSpec, got {attention!r}"
             )
         self.spec = variant(attention) if isinstance(attention, str) else attention
+        # What a forward reads of it, as plain values: see AlphaGate.
+        self.logit, self.sink, self.gate = self.spec.logit, self.spec.sink, self.spec.gate
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = dim // heads if head_dim is None else head_dim
         if rope is not None and self.head_dim % 2:
@@ -125,14 +127,14 @@ class AttentionLayer(nn.Module):
         if self.alpha is not None:
             alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])
             beta = self.alpha.beta(alpha, mask, k.shape[2])
-        if self.spec.gate is not None and self.attn_gate is not None:
-            activation = GATES[self.spec.gate].activation
+        if self.gate is not None and self.attn_gate is not None:
+            activation = GATES[self.gate].activation
             # The heads of q, not of the spec: under tensor parallelism a rank has only its own.
             gate = activation(self.attn_gate(x)).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
-        sink = self.sinks if self.spec.sink == "learned" else self.spec.sink
+        sink = self.sinks if self.sink == "learned" else self.sink
         return {
-            "q": q, "k": k, "v": v, "mask": mask, "logit": self.spec.logit,
+            "q": q, "k": k, "v": v, "mask": mask, "logit": self.logit,
             "sink": sink, "alpha": alpha, "beta": beta, "gate": gate,
         }  # fmt: skip
