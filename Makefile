@@ -4,7 +4,7 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: demo test test-gpu test-faults test-aot test-hf-common bench gallery lint fmt clean
+.PHONY: demo test test-gpu test-sanitizer test-faults test-aot test-hf-common bench gallery lint fmt clean
 
 # Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.installed
@@ -15,6 +15,16 @@ test: .venv/.installed lint
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
+
+# Every kernel under CUDA's memory and race checkers, which are slow: one odd shape with every kind of mask, and a long one.
+# Without torch's cache of memory, where what lies past a tensor's end would belong to its neighbour.
+SANITIZED = T65x65-D80-everything or T300x900-D128-causal-bfloat16 or T300x900-D128-documents_interleaved-bfloat16 or \
+	(decode and everything and bfloat16) or statistics
+test-sanitizer: .venv/.installed
+	for tool in memcheck racecheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
+			$(BIN)/python -m pytest -m gpu tests/test_engines.py -k "$(SANITIZED)" || exit; \
+	done
 
 # The faults of `make test` and those that take longer.
 test-faults: .venv/.installed
