@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import rewrite
-from experiments import figures, page, tables
+from experiments import claims, figures, page, tables
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "reproduction.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENT, README = ROOT / "docs" / "reproduction.md", ROOT / "README.md"
 
 
-def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterator[Path]:
+def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: Path = README) -> Iterator[Path]:
     """Each file as it is written."""
     runs = list(read_runs(root))
     if not runs:
@@ -45,8 +46,12 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT) -> Iterat
     # Its differences are of accuracies, which the noise floor of losses says nothing about.
     parts["zero_shot"] = markdown(tables.zero_shot(of_a), math.nan) or "Nothing has been run yet."
     parts["runs"] = cost(runs)
+    parts["claims"] = markdown(claims.judged(of_a, floor), math.nan)
     document.write_text(rewrite(document.read_text(), parts))
     yield document
+    short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), limit)
+    readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
+    yield readme
     yield from figures.draw(of_a, results)
     yield from page.draw(runs, results / "figures")
 

@@ -7,7 +7,7 @@ from typing import Any
 from affine_attn.distill.gradients import STEPS, gradient_statistics
 from affine_attn.evaluate.results import TABLE_1, accuracy, average
 from experiments.compare import Interval, interval, paired
-from experiments.grid import COMMON_RATE
+from experiments.grid import COMMON_RATE, PAPER_RATE
 from experiments.runs import Run
 
 Row = dict[str, Any]
@@ -35,29 +35,43 @@ def table_a(runs: Iterable[Run], bigram: Row | None) -> list[Row]:
 
 def summary_a(runs: Sequence[Run]) -> list[Row]:
     """By variant and learning rate, each against softmax at that rate; then each at its own best rate."""
-    at = _by_setting(runs, lambda run: run.valid.get("kd"))
+    at = by_setting(runs, lambda run: run.valid.get("kd"))
     rows = [_compared(variant, rate, at, at.get((BASELINE, rate), {}), runs) for variant, rate in at]
-    best = {variant: _best_rate(variant, at) for variant, _ in at}
+    best = {variant: best_rate(variant, at) for variant, _ in at}
     if BASELINE in best:
         baseline = at[BASELINE, best[BASELINE]]
         rows += [_compared(variant, rate, at, baseline, runs) | {"best": "own best"} for variant, rate in best.items()]
     return rows
 
 
+def short(of_a: Sequence[Row], of_b: Sequence[Row]) -> list[Row]:
+    """Of the summaries of A and B: every variant at its own best rate, and its gradients at the paper's."""
+    variances = {row["variant"]: row for row in of_b if row["lr"] == PAPER_RATE}
+    rows = []
+    for row in of_a:
+        if row["best"]:
+            kept = {name: value for name, value in row.items() if name not in ("best", "diverged", "p")}
+            steadiness = variances.get(row["variant"], {})
+            name = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
+            kept |= {name + end: steadiness[f"ratio{end}"] for end in ("", " low", " high") if "ratio" in steadiness}
+            rows.append(kept)
+    return sorted(rows, key=lambda row: (row["variant"] != BASELINE, row["kd_loss"]))
+
+
 def zero_shot(runs: Sequence[Run]) -> list[Row]:
     """Means over seeds by variant and learning rate, of the runs that were asked, and the paired difference of the mean
     accuracy to softmax's."""
     asked = {run.folder: found for run in runs if (found := accuracies(run))}
-    at = _by_setting(runs, lambda run: asked.get(run.folder, {}).get("accuracy"))
+    at = by_setting(runs, lambda run: asked.get(run.folder, {}).get("accuracy"))
     rows = []
     for variant, rate in at:
         mine = [asked[run.folder] for run in runs if (run.variant, run.rate) == (variant, rate) and run.folder in asked]
         row: Row = {"variant": variant, "lr": rate, "n": len(mine)}
         row |= {task: interval([found[task] for found in mine]).mean for task in TABLE_1}
-        row |= _interval_columns("accuracy", interval([found["accuracy"] for found in mine]))
+        row |= interval_columns("accuracy", interval([found["accuracy"] for found in mine]))
         if variant != BASELINE:
             against = paired(at[variant, rate], at.get((BASELINE, rate), {}))
-            row |= _interval_columns("difference", against.difference) | {"p": against.p}
+            row |= interval_columns("difference", against.difference) | {"p": against.p}
         rows.append(row)
     return rows
 
@@ -89,10 +103,10 @@ def summary_b(rows: Sequence[Row]) -> list[Row]:
         }
         against = paired(logs[variant, rate], logs.get((BASELINE, rate), {}))
         ratio = (
-            {} if variant == BASELINE else _interval_columns("ratio", against.difference, math.exp) | {"p": against.p}
+            {} if variant == BASELINE else interval_columns("ratio", against.difference, math.exp) | {"p": against.p}
         )
         diverged = f"{sum(row['diverged'] for row in mine)}/{len(mine)}"
-        variance = _interval_columns("variance", interval([row["variance"] for row in mine]))
+        variance = interval_columns("variance", interval([row["variance"] for row in mine]))
         summary.append(
             {"variant": variant, "lr": rate, "n": len(mine)} | variance | means | ratio | {"diverged": diverged}
         )
@@ -141,10 +155,10 @@ def summary(rows: Sequence[Row], measures: Sequence[str], baseline: str) -> list
         row: Row = {"variant": variant, "n": sum(entry["variant"] == variant for entry in rows)}
         for measure in measures:
             values = {name: _seeds(rows, name, measure) for name in (variant, baseline)}
-            row |= _interval_columns(measure, interval(list(values[variant].values())))
+            row |= interval_columns(measure, interval(list(values[variant].values())))
             if variant != baseline:
                 against = paired(values[variant], values[baseline])
-                row |= _interval_columns(f"{measure} difference", against.difference) | {f"{measure} p": against.p}
+                row |= interval_columns(f"{measure} difference", against.difference) | {f"{measure} p": against.p}
         found.append(row)
     return found
 
@@ -159,8 +173,11 @@ def noise(runs: Sequence[Run]) -> list[Row]:
             continue
         differences = {f"{name}_difference": abs(again.valid[name] - before.valid[name]) for name in ("kd", "ce")}
         pairs = zip(again.series()["loss"], before.series()["loss"], strict=True)
-        largest = max(abs(a - b) for a, b in pairs)
-        rows.append(_about(again) | differences | {"largest_step_difference": largest} | _made(again))
+        differences["largest_step_difference"] = max(abs(a - b) for a, b in pairs)
+        mine, theirs = (gradient_statistics(run.series()["grad_norm"]) for run in (again, before))
+        differences["log_variance_difference"] = abs(math.log(mine["variance"] / theirs["variance"]))
+        differences["spikes_9_difference"] = abs(mine["spikes_9"] - theirs["spikes_9"])
+        rows.append(_about(again) | differences | _made(again))
     return rows
 
 
@@ -195,7 +212,7 @@ def _made(run: Run) -> Row:
     }
 
 
-def _by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dict[tuple[str, float], dict[int, float]]:
+def by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dict[tuple[str, float], dict[int, float]]:
     """(variant, lr) -> seed -> value, where there is one."""
     found: dict[tuple[str, float], dict[int, float]] = {}
     for run in runs:
@@ -204,7 +221,7 @@ def _by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> di
     return found
 
 
-def _best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
+def best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
     """The lowest mean among the rates with the most seeds: others may owe theirs to the seeds they lack."""
     rates = {rate: list(values.values()) for (name, rate), values in at.items() if name == variant}
     most = max(len(values) for values in rates.values())
@@ -214,17 +231,17 @@ def _best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> f
 def _compared(variant: str, rate: float, at: dict, baseline: dict[int, float], runs: Iterable[Run]) -> Row:
     values = at[variant, rate]
     lost = sum((run.variant, run.rate) == (variant, rate) and run.diverged_step is not None for run in runs)
-    perplexities = _by_setting(runs, lambda run: run.valid.get("ppl"))[variant, rate]
+    perplexities = by_setting(runs, lambda run: run.valid.get("ppl"))[variant, rate]
     row: Row = {"variant": variant, "lr": rate, "best": "", "n": len(values), "diverged": lost}
-    row |= _interval_columns("kd_loss", interval(list(values.values())))
+    row |= interval_columns("kd_loss", interval(list(values.values())))
     row["ppl"] = interval(list(perplexities.values())).mean
     if variant != BASELINE:
         against = paired(values, baseline)
-        row |= _interval_columns("difference", against.difference) | {"p": against.p}
+        row |= interval_columns("difference", against.difference) | {"p": against.p}
     return row
 
 
-def _interval_columns(name: str, of: Interval, apply: Callable[[float], float] = float) -> Row:
+def interval_columns(name: str, of: Interval, apply: Callable[[float], float] = float) -> Row:
     return {name: apply(of.mean), f"{name} low": apply(of.low), f"{name} high": apply(of.high)}
 
 

@@ -1,0 +1,113 @@
+"""The paper's claims, each beside what was measured here.
+
+One rule decides whether they agree: the 95 % interval of the paired difference lies on one side of zero, and its mean
+is larger than what a run differs by from itself, run a second time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from experiments.compare import Interval, paired
+from experiments.runs import Run
+from experiments.tables import Row, accuracies, best_rate, by_setting, interval_columns
+
+BEST = "own best"
+
+
+class Claim(NamedTuple):
+    """That ``variant`` has less of something than ``baseline``, or more where the paper says so."""
+
+    of: str
+    variant: str
+    baseline: str
+    paper: str  # its difference or ratio, by size of model
+    value: Callable[[Run], float | None]
+    floor: str | None  # column of the noise table
+    is_lower: bool = True
+    is_ratio: bool = False  # differences are of logarithms
+
+
+def _loss(run: Run) -> float | None:
+    return run.valid.get("kd")
+
+
+def _log_variance(run: Run) -> float | None:
+    found = run.result and run.result["gradients"]
+    return math.log(found["variance"]) if found and found["variance"] else None
+
+
+def _spikes(run: Run) -> float | None:
+    found = run.result and run.result["gradients"]
+    return found["spikes_9"] if found else None
+
+
+def _accuracy(run: Run) -> float | None:
+    found = accuracies(run).get("accuracy")
+    return None if found is None else 100 * found
+
+
+CLAIMS = (
+    Claim("loss", "affine", "softmax", "0.00 (0.5B), -0.01 (1B), -0.01 (3B)", _loss, "kd_difference"),
+    Claim("loss", "affine", "sink", "-0.01 (0.5B), -0.01 (1B), -0.01 (3B)", _loss, "kd_difference"),
+    Claim("loss", "affine_gated", "gated", "0.00 (1B), -0.02 (3B)", _loss, "kd_difference"),
+    Claim(
+        "variance of gradient norms", "affine", "softmax", "x 0.79 (0.5B), x 0.74 (1B)",
+        _log_variance, "log_variance_difference", is_ratio=True,
+    ),
+    Claim("spikes, k = 9", "affine", "softmax", "-8 (0.5B), -1 (1B)", _spikes, "spikes_9_difference"),
+    Claim(
+        "zero-shot accuracy, points", "affine", "softmax", "+0.7 (0.5B), +0.5 (1B), +1.6 (3B)",
+        _accuracy, None, is_lower=False,
+    ),
+)  # fmt: skip
+
+
+def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
+    """A row for every claim and learning rate that both have runs at; losses also at each one's own best rate."""
+    rows = []
+    for claim in CLAIMS:
+        floor = _floor(claim, noise)
+        for rate, values, baseline in _pairs(claim, runs):
+            difference = paired(values, baseline).difference
+            about: Row = {
+                "what": claim.of,
+                "of": f"{claim.variant} against {claim.baseline}",
+                "paper": claim.paper,
+                "lr": rate,
+                "n": difference.n,
+            }
+            show = math.exp if claim.is_ratio else float
+            shown = interval_columns("here", difference, show)
+            noise_here = "" if floor is None else show(floor)
+            rows.append(about | shown | {"noise": noise_here, "verdict": verdict(difference, claim.is_lower, floor)})
+    return rows
+
+
+def verdict(difference: Interval, is_lower: bool, floor: float | None) -> str:
+    """floor: None where nothing can differ from one time to the next, NaN where it is not known yet."""
+    if difference.n < 2:
+        return "one seed"
+    if floor is not None and math.isnan(floor):
+        return "open (no noise floor)"
+    if floor is not None and abs(difference.mean) <= floor:
+        return "within noise"
+    if difference.low <= 0 <= difference.high:
+        return "open"
+    return "agrees" if (difference.high < 0) == is_lower else "contradicts"
+
+
+def _pairs(claim: Claim, runs: Sequence[Run]) -> Iterator[tuple[float | str, dict[int, float], dict[int, float]]]:
+    at = by_setting(runs, claim.value)
+    for rate in sorted({rate for _, rate in at}):
+        values, baseline = (at.get((name, rate), {}) for name in (claim.variant, claim.baseline))
+        if values.keys() & baseline.keys():
+            yield rate, values, baseline
+    names = {name for name, _ in at}
+    if claim.value is _loss and {claim.variant, claim.baseline} <= names:
+        values, baseline = (at[name, best_rate(name, at)] for name in (claim.variant, claim.baseline))
+        yield BEST, values, baseline
+
+
+def _floor(claim: Claim, noise: Sequence[Row]) -> float | None:
+    return None if claim.floor is None else max((row[claim.floor] for row in noise), default=math.nan)
