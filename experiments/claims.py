@@ -85,7 +85,7 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
 
 
 def verdict(difference: Interval, is_lower: bool, floor: float | None) -> str:
-    """floor: None where nothing can differ from one time to the next, NaN where it is not known yet."""
+    """floor: NaN where it is not known yet; None where it is not measured, so that the seeds alone decide."""
     if difference.n < 2:
         return "one seed"
     if floor is not None and math.isnan(floor):
