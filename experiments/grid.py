@@ -144,6 +144,12 @@ def groups(recipe: Recipe) -> list[Group]:
     ]
 
 
+def place(name: str) -> int:
+    """Of a variant in tables: those of table A in the paper's order, others after them."""
+    order = (*CORE, *OTHERS)
+    return order.index(name) if name in order else len(order)
+
+
 def ablations(length: int) -> tuple[Student, ...]:
     """Table C: one departure each from the affine of table A, with which they are compared at equal seed.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import rewrite
-from experiments import claims, figures, page, tables
+from experiments import claims, figures, grid, page, tables
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
@@ -18,7 +18,7 @@ DOCUMENT, README = ROOT / "docs" / "reproduction.md", ROOT / "README.md"
 
 def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: Path = README) -> Iterator[Path]:
     """Each file as it is written."""
-    runs = list(read_runs(root))
+    runs = sorted(read_runs(root), key=lambda run: (grid.place(run.variant), run.rate, run.seed))
     if not runs:
         raise ValueError(f"{root} has no runs: copy the folders of python -m experiments run there")
     of_a = [run for run in runs if run.table == "a"]
