@@ -131,7 +131,8 @@ def groups(recipe: Recipe) -> list[Group]:
         group("a-core", "a", first, named(CORE, both)),
         group("a-others", "a", first, named(OTHERS, both)),
         *(group("a", "a", seed, named(every, both)) for seed in others),
-        group("noise", "noise", first, named(("softmax", "affine"), (COMMON_RATE,))),
+        # Right after the seed it repeats, so that the same code runs both.
+        group("noise", "noise", others[-1], named(("softmax", "affine"), (COMMON_RATE,))),
         group("a-sweep", "a", first, named(every, (SWEPT_RATE, HIGH_RATE))),
         group("c", "c", first, a_open),
         group("d", "d", first, lengthy),

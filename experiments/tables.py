@@ -164,12 +164,14 @@ def summary(rows: Sequence[Row], measures: Sequence[str], baseline: str) -> list
 
 
 def noise(runs: Sequence[Run]) -> list[Row]:
-    """The same student, seed and data order twice: what of a difference is no difference."""
+    """The same student, seed, data order and commit twice: what of a difference is no difference."""
     first = {(run.variant, run.rate, run.seed): run for run in runs if run.table == "a"}
     rows = []
     for again in runs:
         before = first.get((again.variant, again.rate, again.seed))
         if again.table != "noise" or before is None or not (again.valid and before.valid):
+            continue
+        if again.environment().get("commit") != before.environment().get("commit"):
             continue
         differences = {f"{name}_difference": abs(again.valid[name] - before.valid[name]) for name in ("kd", "ce")}
         pairs = zip(again.series()["loss"], before.series()["loss"], strict=True)

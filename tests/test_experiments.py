@@ -402,7 +402,7 @@ def test_the_command(data, teacher, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "results" / "bigram.json").read_text())["ppl"] > 1
     place = ("--data", str(data), "--teacher", str(teacher), "--output", str(tmp_path / "runs"))
     assert call("run", *place, "--dry-run", "--only", "noise") == 0
-    assert "noise-seed1" in capsys.readouterr().out
+    assert "noise-seed3" in capsys.readouterr().out
     assert call("run", *place, "--only", "nothing") == 2
     assert "no group begins with 'nothing'" in capsys.readouterr().err
     monkeypatch.setattr(grid, "base_recipe", lambda data, teacher: tiny(data, teacher=teacher))
@@ -438,11 +438,12 @@ def a_folder(root: Path, recipe, variant_name: str, seed: int, rate: float, kd: 
     rows = [[rate, loss, 4.0, norm] for loss, norm in zip(losses, norms, strict=True)]
     done: Any = SimpleNamespace(student=student, diverged=more.get("diverged"), statistics=[], rows=rows)
     folder = root / group.name / student.name
-    runs.write_series(folder, group, done, ENVIRONMENT)
+    environment = ENVIRONMENT | more.get("environment", {})
+    runs.write_series(folder, group, done, environment)
     valid = {"kd": kd, "ce": kd + 0.1, "ppl": math.exp(kd + 0.1), "entropy": 2.0, "teacher_ce": 2.5, "tokens": 10}
     valid |= more.get("valid", {})
     speed = {"seconds": 60.0, "students": 2, "flops_per_second": 1}
-    runs.write_result(folder, group, done, None if done.diverged else valid, speed, ENVIRONMENT)
+    runs.write_result(folder, group, done, None if done.diverged else valid, speed, environment)
 
 
 def test_tables_from_folders(recipe, tmp_path, monkeypatch):
@@ -456,6 +457,8 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
             shift = -0.02 - 0.001 * seed if gain else 0.03
             a_folder(root, recipe, "affine", seed, rate, base - gain + shift)
     a_folder(root, recipe, "softmax", 1, 3e-3, 3.8 + 0.004, table="noise", norms=rough)
+    # Another commit is another code, so this one says nothing about noise.
+    a_folder(root, recipe, "affine", 1, 3e-3, 9.0, table="noise", environment={"commit": "1" * 40})
     a_folder(root, recipe, "sink", 1, 5e-3, 0.0, diverged=601)
     a_folder(root, recipe, "affine_gated", 1, 3e-3, 3.7, table="c")
     a_folder(root, recipe, "softmax", 2, 3e-3, 3.7, table="d", valid={"ce_64": 5.0})
@@ -489,7 +492,8 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
 
     assert [row["variant"] for row in rows["table_c_summary"]] == ["affine", "affine_gated"]
     assert float(rows["table_d"][0]["ce_64"]) == 5.0
-    assert float(rows["noise"][0]["kd_difference"]) == pytest.approx(0.004)
+    (floor,) = rows["noise"]
+    assert float(floor["kd_difference"]) == pytest.approx(0.004)
     text = document.read_text()
     assert "old" not in text
     assert "-0.022 [" in text
