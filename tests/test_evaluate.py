@@ -1,5 +1,6 @@
 """``affine-attn eval`` on tasks: the harness's numbers, local data, resuming, scoring elsewhere, mistakes."""
 
+import gzip
 import json
 import lzma
 import os
@@ -335,7 +336,13 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
     long.write_text(json.dumps({"goal": "x", "sol1": "never" * 300, "sol2": "now", "label": 1}) + "\n")
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"goal": "x", \n')
+    packed = {"xz": lzma.compress(long.read_bytes()), "gz": gzip.compress(long.read_bytes())}
+    broken = {f"cut.jsonl.{kind}": content[:-20] for kind, content in packed.items()}
+    broken["changed.jsonl.xz"] = packed["xz"].replace(packed["xz"][30:40], b"0123456789")
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
     for arguments, message in [
+        *(((llama, "piqa", "--data", f"piqa={tmp_path / name}"), "is damaged, or not JSON lines") for name in broken),
         ((tmp_path / "nowhere",), "there is no folder"),
         ((llama, "--dtype", "float8"), "--dtype must be one of float32"),
         ((llama, "--device", "abacus"), "is none that torch knows"),

@@ -7,8 +7,10 @@ harness's own, with its prompts, metrics and few-shot settings.
 import difflib
 import json
 import logging
+import lzma
 import re
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,6 +175,10 @@ def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
     return Task(name, known[name], files, config)
 
 
+# datasets does not wrap what goes wrong while it unpacks, and click would take an EOFError for Ctrl-D.
+_DAMAGED = (DatasetGenerationError, EOFError, OSError, lzma.LZMAError, zlib.error)
+
+
 def local_dataset(task: str, files: dict[str, str], **_: Any) -> dict[str, datasets.Dataset]:
     """What the harness calls for documents, with the task's metadata beside ``dataset_kwargs``."""
     loaded = {}
@@ -185,7 +191,7 @@ def local_dataset(task: str, files: dict[str, str], **_: Any) -> dict[str, datas
                 documents: Any = datasets.load_dataset(
                     kind, data_files=file, split="train", cache_dir=cache, keep_in_memory=True
                 )
-            except DatasetGenerationError as error:
+            except _DAMAGED as error:
                 raise ValueError(f"{file} is damaged, or not JSON lines or parquet") from error
             # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
             if task == "boolq" and "label" not in documents.column_names and "answer" in documents.column_names:
