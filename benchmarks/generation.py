@@ -10,7 +10,7 @@ time, which takes minutes one after another, and are timed one at a time.
 import argparse
 import itertools
 import multiprocessing
-import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._inductor.config
 from rich.console import Console
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
@@ -50,8 +51,6 @@ def main() -> None:
     path = arguments.output or record.results_path(device)
     settings = list(itertools.product(arguments.batches, arguments.contexts))
     names = [BASELINE, *arguments.attention]
-    # Each compiles with threads of its own.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // len(names))))
     begin = time.monotonic()
     models = {
         (name, *setting): Timed(arguments.preset, name, *setting, arguments.tokens)
@@ -97,6 +96,10 @@ class Timed:
 
 
 def _serve(asked: Connection, preset_name: str, name: str, batch: int, context: int, tokens: int) -> None:
+    # Ctrl-C is for whoever asks, with whom this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The processes use the cores; each would start as many workers as there are.
+    torch._inductor.config.compile_threads = 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(preset_name, name, device)
     prompt = torch.randint(0, model.config.vocab_size, (batch, context - tokens), device=device)

@@ -50,6 +50,8 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     document.write_text(rewrite(document.read_text(), parts))
     yield document
     short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), limit)
+    noise = "not measured yet" if math.isnan(limit) else _number(limit)
+    short += f"\n\nNoise floor of the loss, one run against itself run again: {noise}."
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
     yield readme
     yield from figures.draw(of_a, results)

@@ -498,6 +498,7 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     assert "old" not in text
     assert "-0.022 [" in text
     assert "| affine | 0.003 | 3 |" in readme.read_text()
+    assert "run again: 0.004." in readme.read_text()
     # At the paper's rate the loss is 0.03 higher in every seed, at the other 0.022 lower; the noise floor is 0.004.
     said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "against softmax" in line]
     assert {(row[0], row[3]): row[-1] for row in said} == {
