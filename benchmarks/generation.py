@@ -10,6 +10,7 @@ time, which takes minutes one after another, and are timed one at a time.
 import argparse
 import itertools
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -44,7 +45,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32], help="sequences at once")
     parser.add_argument("--contexts", nargs="*", type=int, default=[2048, 8192], help="tokens in the cache at the end")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of a generation")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every model at least")
+    parser.add_argument("--seconds", type=float, default=20, help="of turns at least, in each setting")
     parser.add_argument("--output", type=Path, help="CSV to update; default benchmarks/results/<device>.csv")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,8 +54,10 @@ def main() -> None:
     settings = list(itertools.product(arguments.batches, arguments.contexts))
     names = [BASELINE, *arguments.attention]
     begin = time.monotonic()
+    # The processes share the cores; each would start as many workers as there are.
+    threads = max(1, (os.cpu_count() or 1) // (len(settings) * len(names)))
     models = {
-        (name, *setting): Timed(arguments.preset, name, *setting, arguments.tokens)
+        (name, *setting): Timed(arguments.preset, name, *setting, arguments.tokens, threads)
         for setting in settings
         for name in names
     }
@@ -61,7 +65,10 @@ def main() -> None:
         model.answer()
     console.print(f"compiled in {time.monotonic() - begin:.0f} s")
     for batch, context in settings:
-        rounds = [{name: models[name, batch, context].ms() for name in names} for _ in range(arguments.rounds)]
+        rounds, begin = [], time.monotonic()
+        # Tokens of a small batch wait for the host, whose times scatter: what is quick gets more turns.
+        while len(rounds) < arguments.rounds or time.monotonic() - begin < arguments.seconds:
+            rounds.append({name: models[name, batch, context].ms() for name in names})
         rows = rows_of(rounds, f"{arguments.preset} {context} x{batch}")
         for row in rows:
             console.print(f"{row['shape']}  {row['what']:28}  {row['ms_p50']} ms/token  x {row['ratio']}")
@@ -75,12 +82,14 @@ def main() -> None:
 class Timed:
     """A model in a process of its own, which compiles at once and then waits to be asked."""
 
-    def __init__(self, preset_name: str, name: str, batch: int, context: int, tokens: int):
+    def __init__(self, preset_name: str, name: str, batch: int, context: int, tokens: int, threads: int):
         spawn = multiprocessing.get_context("spawn")
         self._asked, theirs = spawn.Pipe()
         self.what = f"{name}, {context} x{batch}"
         # Daemons end with this process, however it ends.
-        spawn.Process(target=_serve, args=(theirs, preset_name, name, batch, context, tokens), daemon=True).start()
+        spawn.Process(
+            target=_serve, args=(theirs, preset_name, name, batch, context, tokens, threads), daemon=True
+        ).start()
         theirs.close()
 
     def answer(self) -> float:
@@ -95,11 +104,10 @@ class Timed:
         return self.answer()
 
 
-def _serve(asked: Connection, preset_name: str, name: str, batch: int, context: int, tokens: int) -> None:
+def _serve(asked: Connection, preset_name: str, name: str, batch: int, context: int, tokens: int, threads: int) -> None:
     # Ctrl-C is for whoever asks, with whom this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The processes use the cores; each would start as many workers as there are.
-    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.compile_threads = threads
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(preset_name, name, device)
     prompt = torch.randint(0, model.config.vocab_size, (batch, context - tokens), device=device)

@@ -45,7 +45,7 @@ EPILOGUE_KERNELS = {
     "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
     "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
     "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 32, "num_warps": 1},
-    "add_seen_by_kernel": {"T": 16, "num_warps": 4},
+    "add_seen_by_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "GROUP": 3, "T": 16, "num_warps": 4},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
 DISTANCE_KERNELS = {

@@ -88,6 +88,24 @@ def test_every_engine_on_cuda(case: Case):
             _assert_within(case, engine, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [Shape(2, 6, 2, 300, 300, 64), Shape(1, 4, 4, 200, 333, 128)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize("name", ["affine", "alpha_only", "gated_headwise", "scale_invariant+sink+affine+headwise"])
+def test_row_factors_of_either_sign_on_cuda(name, mask, shape):
+    """Their size is folded into the log-sum-exp, their sign into dy, which comes out as it went in."""
+    inputs, visible = _arguments(Case(name, SPECS[name], shape, MASKS[mask], torch.bfloat16), "cuda")
+    for signed in ("alpha", "gate"):
+        if signed in inputs:
+            inputs[signed] = inputs[signed] - 0.5
+    assert not [d for d in deviations("auto", inputs, visible) if not d.within]
+    leaves = {x: t.requires_grad_() if isinstance(t, torch.Tensor) else t for x, t in inputs.items()}
+    dy = torch.randn_like(inputs["q"])
+    before = dy.clone()
+    attention(**leaves, mask=visible, impl="auto").backward(dy)
+    assert torch.equal(dy, before)
+
+
 FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]
 
 

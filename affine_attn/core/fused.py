@@ -204,7 +204,8 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         dq, dk, dv = attention_backward(dy, o, output.saved_lse)
         with beside:
             rows.launch()
-        _negate_rows(call, rows.plan, dy)
+        if rows.plan.sums != _RUNNING:
+            _negate_rows(call, rows.plan, dy)
     rows.add_to(dv)
     return dq, dk, dv, *rows.results()
 
@@ -258,16 +259,20 @@ class _RowGradients:
             )
 
     def add_to(self, dv: Tensor) -> None:
-        """What each key and value is seen by."""
+        """What each key and value is seen by; with running sums negated rows of dy are restored on the way."""
         call, plan = self.call, self.plan
         batch, kv_heads, _, head_dim = call.v.shape
         if self.weighted is not None and plan.sums == _TABLE:
             visible_sums.add_seen_by(call, self.weighted, dv)
         if plan.sums == _RUNNING:
             tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
+            is_negated, gate = self.do is None, call.gate
             _kernels().add_seen_by_kernel[(_ceil(call.tq, tokens), batch * kv_heads)](
-                dv, self.weighted, self.totals, *_strides(dv), kv_heads, call.tq, plan.older, plan.query_segments,
-                HEAD_DIM=head_dim, D=plan.d, T=tokens, LENGTH=plan.tile.segment, num_warps=4,
+                dv, self.weighted, self.totals, self.dy, self.alpha, gate, *_strides(dv), *_strides(self.dy),
+                *_strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
+                HAS_ALPHA=is_negated and self.alpha is not None, HAS_GATE=is_negated and gate is not None,
+                GROUP=call.heads // kv_heads, HEAD_DIM=head_dim, D=plan.d, T=tokens, LENGTH=plan.tile.segment,
+                num_warps=4,
             )  # fmt: skip
         if self.totals is not None and (plan.sums == _WHOLE or plan.older > 0):
             # Keys that every query sees get the whole sum.

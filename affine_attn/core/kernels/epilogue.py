@@ -185,47 +185,54 @@ def negate_rows_kernel(
     HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Negate in place the rows of dy whose factor alpha * gate is negative; a second launch restores them.
+    """Negate in place the rows of dy whose factor alpha * gate is negative; doing it twice restores them.
 
     The size of the factor is in the log-sum-exp. Factors of one sign, the usual case, cost a look at the factors.
     """
     block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     p_dy += b * stride_db + h * stride_dh
-    if HAS_GATE:
-        p_gate += b * stride_gb + h * stride_gh
-    if HAS_ALPHA:
-        p_alpha += bh * queries
-    o_d = tl.arange(0, D)
-    if _negative(p_alpha, p_gate, block * ROWS, queries, stride_gt, HAS_ALPHA, HAS_GATE, ROWS):
+    p_gate, p_alpha = _factors_of_head(p_gate, p_alpha, b, h, heads, queries, stride_gb, stride_gh, HAS_ALPHA, HAS_GATE)
+    o_t = block * ROWS + tl.arange(0, ROWS)
+    if tl.min(_row_factor(p_alpha, p_gate, o_t, o_t * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE), 0) < 0:
         for start in range(block * ROWS, (block + 1) * ROWS, T):
-            if _negative(p_alpha, p_gate, start, queries, stride_gt, HAS_ALPHA, HAS_GATE, T):
-                o_t = start + tl.arange(0, T)
-                b_factor = _row_factor(p_alpha, p_gate, o_t, queries, stride_gt, HAS_ALPHA, HAS_GATE, T)
-                m_rows = (b_factor < 0)[:, None] & (o_d < HEAD_DIM)[None, :]
-                p_rows = p_dy + o_t[:, None].to(tl.int64) * stride_dt + o_d[None, :]
-                tl.store(p_rows, -tl.load(p_rows, mask=m_rows, other=0.0), mask=m_rows)
+            _negate_rows(
+                p_dy, p_alpha, p_gate, start, queries, stride_dt, stride_gt, HAS_ALPHA, HAS_GATE, HEAD_DIM, D, T
+            )
 
 
 @triton.jit
-def _row_factor(
-    p_alpha, p_gate, o_t, queries, stride_gt, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, N: tl.constexpr
+def _factors_of_head(
+    p_gate, p_alpha, b, h, heads, queries, stride_gb, stride_gh, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr
 ):
-    b_factor = tl.full([N], 1.0, tl.float32)
-    if HAS_ALPHA:
-        b_factor *= tl.load(p_alpha + o_t, mask=o_t < queries, other=1.0).to(tl.float32)
     if HAS_GATE:
-        b_factor *= tl.load(p_gate + o_t * stride_gt, mask=o_t < queries, other=1.0).to(tl.float32)
+        p_gate += b * stride_gb + h * stride_gh
+    if HAS_ALPHA:
+        p_alpha += (b * heads + h) * queries
+    return p_gate, p_alpha
+
+
+@triton.jit
+def _row_factor(p_alpha, p_gate, o_alpha, o_gate, m, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr):
+    b_factor = tl.full(m.shape, 1.0, tl.float32)
+    if HAS_ALPHA:
+        b_factor *= tl.load(p_alpha + o_alpha, mask=m, other=1.0).to(tl.float32)
+    if HAS_GATE:
+        b_factor *= tl.load(p_gate + o_gate, mask=m, other=1.0).to(tl.float32)
     return b_factor
 
 
 @triton.jit
-def _negative(
-    p_alpha, p_gate, start, queries, stride_gt, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, N: tl.constexpr
-):
-    """Is any row factor of these N rows negative?"""
-    o_t = start + tl.arange(0, N)
-    return tl.min(_row_factor(p_alpha, p_gate, o_t, queries, stride_gt, HAS_ALPHA, HAS_GATE, N), 0) < 0
+def _negate_rows(
+    p_dy, p_alpha, p_gate, start, queries, stride_dt, stride_gt,
+    HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """T rows of one head."""
+    o_t, o_d = start + tl.arange(0, T), tl.arange(0, D)
+    b_factor = _row_factor(p_alpha, p_gate, o_t, o_t * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE)
+    m_rows = (b_factor < 0)[:, None] & (o_d < HEAD_DIM)[None, :]
+    p_rows = p_dy + o_t[:, None].to(tl.int64) * stride_dt + o_d[None, :]
+    tl.store(p_rows, -tl.load(p_rows, mask=m_rows, other=0.0), mask=m_rows)
 
 
 @triton.jit
@@ -368,20 +375,49 @@ def totals_from_kernel(p_totals, segments, D: tl.constexpr, SLICE: tl.constexpr,
 
 @triton.jit
 def add_seen_by_kernel(
-    p_dv, p_weighted, p_from, stride_nb, stride_nh, stride_nt, kv_heads, queries, older, segments,
+    p_dv, p_weighted, p_from, p_dy, p_alpha, p_gate,
+    stride_nb, stride_nh, stride_nt, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt,
+    kv_heads, queries, older, segments,
+    HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """dv of a query's slot += the weighted sum of the queries from its own on: in its segment, and after that."""
+    """dv of a query's slot += the weighted sum of the queries from its own on: in its segment, and after that.
+
+    On the way the rows of dy that were negated for the attention's backward are restored: a launch less.
+    """
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, kv_head = bh // kv_heads, bh % kv_heads
     o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
     o_td = o_t[:, None].to(tl.int64)
     m_td = (o_t < queries)[:, None] & (o_d < HEAD_DIM)[None, :]
     m_v = m_td & (older + o_td >= 0)
     b_weighted = tl.load(p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
-    p_slot = p_dv + (bh // kv_heads) * stride_nb + (bh % kv_heads) * stride_nh
-    p_slot += (older + o_td) * stride_nt + o_d[None, :]
+    p_slot = p_dv + b * stride_nb + kv_head * stride_nh + (older + o_td) * stride_nt + o_d[None, :]
     b_dv = tl.load(p_slot, mask=m_v, other=0.0)
     after = tile * T // LENGTH + 1
     b_after = tl.load(p_from + (bh * segments + after) * D + o_d, mask=(o_d < HEAD_DIM) & (after < segments), other=0.0)
+    if HAS_ALPHA or HAS_GATE:
+        heads = kv_heads * GROUP
+        p_gate, p_alpha = _factors_of_head(
+            p_gate, p_alpha, b, kv_head * GROUP, heads, queries, stride_gb, stride_gh, HAS_ALPHA, HAS_GATE
+        )
+        # All heads of the group at once: a power of two of them.
+        o_h = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+        m_ht = (o_h < GROUP) & (o_t < queries)[None, :]
+        o_alpha, o_gate = o_h * queries + o_t[None, :], o_h * stride_gh + o_t[None, :] * stride_gt
+        b_factor = _row_factor(p_alpha, p_gate, o_alpha, o_gate, m_ht, HAS_ALPHA, HAS_GATE)
+        has_negative = tl.min(tl.min(b_factor, 1), 0) < 0
     b_sum = b_dv.to(tl.float32) + (b_weighted.to(tl.float32) + b_after[None, :])
     tl.store(p_slot, b_sum.to(p_dv.dtype.element_ty), mask=m_v)
+    if HAS_ALPHA or HAS_GATE:
+        if has_negative:
+            p_dy += b * stride_db + kv_head * GROUP * stride_dh
+            for _ in range(GROUP):
+                _negate_rows(
+                    p_dy, p_alpha, p_gate, tile * T, queries, stride_dt, stride_gt, HAS_ALPHA, HAS_GATE, HEAD_DIM, D, T
+                )
+                p_dy += stride_dh
+                if HAS_GATE:
+                    p_gate += stride_gh
+                if HAS_ALPHA:
+                    p_alpha += queries
