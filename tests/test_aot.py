@@ -35,17 +35,24 @@ STACK_LIMIT = {("dkdv", 128): 256, ("dkdv", 256): 256, ("decode_split_kernel", 6
 # A name may go on after a colon: the same kernel with other constants.
 STAGES = {"SINK": 2, "HAS_ALPHA": True, "SUMS": 1, "GATE": 2, "CHUNKS": 1, "CHUNK": 4}
 WITHOUT_SUMS = STAGES | {"SUMS": 0, "CHUNK": 1}
+NEGATED = {"HAS_ALPHA": True, "HAS_GATE": True}
+# As affine attention launches them: what it has not is None, of which a kernel may not compute anything.
+NO_GATE = {"HAS_GATE": False, "p_gate": None}
+AFFINE = STAGES | {"SINK": 0, "GATE": 0, "p_sink": None, "p_gate": None}
+ABSENT = dict.fromkeys(("p_lse", "p_dsink", "p_dgate", "p_do"))
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
-    "negate_rows_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "ROWS": fused._ROWS, "T": 16, "num_warps": 4},
+    "negate_rows_kernel": NEGATED | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel": STAGES,
-    "epilogue_backward_kernel:affine": STAGES
-    | {"SINK": 0, "GATE": 0, "SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
+    "epilogue_kernel:affine": AFFINE | {"KEEP_OUT": True, "BLOCKS": 32},
+    "negate_rows_kernel:affine": NEGATED | NO_GATE | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
+    "epilogue_backward_kernel:affine": AFFINE | ABSENT | {"SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
     "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
     "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
     "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 32, "num_warps": 1},
-    "add_seen_by_kernel": {"HAS_ALPHA": True, "HAS_GATE": True, "GROUP": 3, "T": 16, "num_warps": 4},
+    "add_seen_by_kernel": NEGATED | {"GROUP": 3, "T": 16, "num_warps": 4},
+    "add_seen_by_kernel:affine": NEGATED | NO_GATE | {"GROUP": 3, "T": 16, "num_warps": 4},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
 DISTANCE_KERNELS = {

@@ -332,7 +332,7 @@ def test_the_grid_and_its_plan(data, teacher, tmp_path):
             assert {("a", name, rate, seed) for seed in (1, 2, 3)} <= runs_of
     assert {("a", name, 3e-3, seed) for name in NAMES for seed in (4, 5)} <= runs_of
     # The comparisons that matter most come first.
-    assert [group.name for group in groups[:4]] == ["a-core-seed1", "a-others-seed1", "a-seed2", "a-seed3"]
+    assert [group.name for group in groups[:4]] == ["a-core-seed1", "a-others-seed1", "a-seed2", "a-core-seed3"]
     for group in groups:
         for student in group.students:
             assert student.config(group.recipe).spec(0) == student.attention

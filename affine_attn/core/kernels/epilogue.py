@@ -192,24 +192,16 @@ def negate_rows_kernel(
     block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     p_dy += b * stride_db + h * stride_dh
-    p_gate, p_alpha = _factors_of_head(p_gate, p_alpha, b, h, heads, queries, stride_gb, stride_gh, HAS_ALPHA, HAS_GATE)
+    if HAS_GATE:
+        p_gate += b * stride_gb + h * stride_gh
+    if HAS_ALPHA:
+        p_alpha += bh * queries
     o_t = block * ROWS + tl.arange(0, ROWS)
     if tl.min(_row_factor(p_alpha, p_gate, o_t, o_t * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE), 0) < 0:
         for start in range(block * ROWS, (block + 1) * ROWS, T):
             _negate_rows(
                 p_dy, p_alpha, p_gate, start, queries, stride_dt, stride_gt, HAS_ALPHA, HAS_GATE, HEAD_DIM, D, T
             )
-
-
-@triton.jit
-def _factors_of_head(
-    p_gate, p_alpha, b, h, heads, queries, stride_gb, stride_gh, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr
-):
-    if HAS_GATE:
-        p_gate += b * stride_gb + h * stride_gh
-    if HAS_ALPHA:
-        p_alpha += (b * heads + h) * queries
-    return p_gate, p_alpha
 
 
 @triton.jit
@@ -397,10 +389,10 @@ def add_seen_by_kernel(
     after = tile * T // LENGTH + 1
     b_after = tl.load(p_from + (bh * segments + after) * D + o_d, mask=(o_d < HEAD_DIM) & (after < segments), other=0.0)
     if HAS_ALPHA or HAS_GATE:
-        heads = kv_heads * GROUP
-        p_gate, p_alpha = _factors_of_head(
-            p_gate, p_alpha, b, kv_head * GROUP, heads, queries, stride_gb, stride_gh, HAS_ALPHA, HAS_GATE
-        )
+        if HAS_GATE:
+            p_gate += b * stride_gb + kv_head * GROUP * stride_gh
+        if HAS_ALPHA:
+            p_alpha += bh * GROUP * queries
         # All heads of the group at once: a power of two of them.
         o_h = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
         m_ht = (o_h < GROUP) & (o_t < queries)[None, :]
