@@ -4,14 +4,17 @@ BIN := .venv/bin
 # uv ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
+OLDEST_TRITON := .venv/oldest-triton
+
 .PHONY: demo test test-gpu test-sanitizer test-faults test-aot test-hf-common bench gallery lint fmt clean
 
 # Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.installed
 	OMP_WAIT_POLICY=passive $(BIN)/affine-attn demo
 
-test: .venv/.installed lint
+test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/test_aot.py
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
@@ -62,6 +65,10 @@ fmt: .venv/.installed
 	if command -v uv >/dev/null; then uv pip install --python $(BIN)/python $(UV_FLAGS) -c constraints.txt -e '.[dev]'; \
 	else $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'; fi
 	touch $@
+
+# The oldest Triton that pyproject.toml allows: it comes with the torch that many have, and takes less of the language.
+$(OLDEST_TRITON): | .venv/.installed
+	$(BIN)/pip install --quiet --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info

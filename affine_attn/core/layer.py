@@ -101,7 +101,7 @@ class AttentionLayer(nn.Module):
         if self.rope is not None:
             if positions is None:
                 positions = mask.positions(x.shape[1], x.shape[1], x.device)
-            cos, sin = (table[:, None] for table in self.rope.table(positions, self.head_dim))
+            cos, sin = self.rope.table(positions, self.head_dim)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)

@@ -49,11 +49,12 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (c, c + D/2) of x [B, H, T, D], computed in fp32.
+    """Rotate pairs (c, c + D/2) of x [B, H, T, D], computed in fp32; cos and sin [..., T, D/2] are those of a table.
 
-    The result lies in memory as projections write it and o_proj reads it, heads inside tokens: an attention lays its
-    output out like its queries, so nothing is copied into another order on the way.
+    All of it, its gradient too, lies in memory as projections write it and o_proj reads it, heads inside tokens: an
+    attention lays its output out like its queries, so nothing is copied into another order on the way.
     """
-    first, second = x.float().chunk(2, -1)
-    halves = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([half.transpose(1, 2) for half in halves], -1).to(x.dtype).transpose(1, 2)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second = x.transpose(1, 2).float().chunk(2, -1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return rotated.to(x.dtype).transpose(1, 2)

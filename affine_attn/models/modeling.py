@@ -63,7 +63,7 @@ class AffineAttnAttention(AttentionLayer):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.project(hidden_states)
         # transformers repeats the table for both halves of a head.
-        cos, sin = (table[:, None, :, : self.head_dim // 2] for table in position_embeddings)
+        cos, sin = (table[..., : self.head_dim // 2] for table in position_embeddings)
         streaming = isinstance(past_key_values, StreamingCache)
         if not streaming:
             k = rotate(k, cos, sin)
@@ -72,7 +72,7 @@ class AffineAttnAttention(AttentionLayer):
         if streaming:
             # The tables are those of all its keys, whose places change with every call.
             k = rotate(k, cos, sin)
-        q = rotate(q, cos[:, :, -q.shape[2] :], sin[:, :, -q.shape[2] :])
+        q = rotate(q, cos[:, -q.shape[2] :], sin[:, -q.shape[2] :])
         k, v = attention_mask.filled(k, v)
         stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))
         weights = None
