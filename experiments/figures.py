@@ -3,39 +3,47 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from affine_attn.distill.gradients import STEPS
+from experiments.grid import place
 from experiments.runs import Run
 
 _SMOOTHED = 20  # steps of a point of a loss curve
+_SETTLED = 200  # the first step of differences, which are ten times larger before
+
+Points = tuple[list[float], list[float]]  # steps, values
+Curve = Callable[[Run], Points | None]
+
+
+class Panel(NamedTuple):
+    """A row of a picture."""
+
+    label: str
+    curve: Curve
+    scale: str = "linear"
+    has_range: bool = True  # of the seeds, around their mean
 
 
 def draw(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
     """Loss, gradient norms of the first steps, and how the students attend, each variant a mean over its seeds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    # The same numbers give the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "experiments"
     if not runs:
         return
-    yield _panels(folder / "losses.svg", runs, {"training loss": _loss_curve})
-    yield _panels(folder / "gradient_norms.svg", runs, {f"gradient norm, first {STEPS} steps": _norm_curve})
+    losses = Panel("training loss", _loss), Panel("less softmax's at the same seed", _difference(runs))
+    yield _panels(folder / "losses.svg", runs, losses)
+    norms = Panel(f"gradient norm, first {STEPS} steps", _norm, scale="log", has_range=False)
+    yield _panels(folder / "gradient_norms.svg", runs, (norms,))
     watched = {
         "mean_logit": "mean logit",
         "first_token": "weight on the first key",
         "entropy": "entropy",
         "row_sum": "sum of weights",
     }
-    curves = {title: _statistics_curve(name) for name, title in watched.items()}
-    yield _panels(folder / "attention.svg", runs, curves)
+    statistics_of = tuple(Panel(label, _statistic(name)) for name, label in watched.items())
+    yield _panels(folder / "attention.svg", runs, statistics_of)
 
 
-Curve = Callable[[Run], tuple[list[float], list[float]]]
-
-
-def _loss_curve(run: Run) -> tuple[list[float], list[float]]:
+def _loss(run: Run) -> Points:
     series = run.series()
     at = range(0, len(series["loss"]) - _SMOOTHED + 1, _SMOOTHED)
     return [series["step"][i + _SMOOTHED - 1] for i in at], [
@@ -43,47 +51,66 @@ def _loss_curve(run: Run) -> tuple[list[float], list[float]]:
     ]
 
 
-def _norm_curve(run: Run) -> tuple[list[float], list[float]]:
+def _difference(runs: Sequence[Run]) -> Curve:
+    """Of equal batches, so that what is hard about a batch is no part of it."""
+    softmax = {(run.seed, run.rate): run for run in runs if run.variant == "softmax"}
+
+    def curve(run: Run) -> Points | None:
+        baseline = softmax.get((run.seed, run.rate))
+        if baseline is None or run.variant == "softmax":
+            return None
+        (steps, mine), (_, theirs) = _loss(run), _loss(baseline)
+        # Either may have been cut short.
+        kept = [i for i in range(min(len(mine), len(theirs))) if steps[i] > _SETTLED]
+        return [steps[i] for i in kept], [mine[i] - theirs[i] for i in kept]
+
+    return curve
+
+
+def _norm(run: Run) -> Points:
     series = run.series()
     return series["step"][:STEPS], series["grad_norm"][:STEPS]
 
 
-def _statistics_curve(name: str) -> Curve:
+def _statistic(name: str) -> Curve:
     """A mean over layers and heads."""
 
-    def curve(run: Run) -> tuple[list[float], list[float]]:
+    def curve(run: Run) -> Points:
         rows = run.statistics()
         return [row["step"] for row in rows], [statistics.fmean(map(statistics.fmean, row[name])) for row in rows]
 
     return curve
 
 
-def _panels(path: Path, runs: Sequence[Run], curves: dict[str, Curve]) -> Path:
-    """A row per learning rate, a column per curve."""
-    from matplotlib import pyplot
+def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
+    """A column per learning rate; a variant is the mean over its seeds."""
+    from affine_attn.analyze.style import lines, new_figure, style
 
     rates = sorted({run.rate for run in runs})
-    colours = {name: f"C{i}" for i, name in enumerate(sorted({run.variant for run in runs}))}
-    size = (4.5 * len(curves), 3 * len(rates))
-    figure, axes = pyplot.subplots(len(rates), len(curves), figsize=size, squeeze=False, layout="constrained")
-    for row, rate in zip(axes, rates, strict=True):
-        for axis, (title, curve) in zip(row, curves.items(), strict=True):
-            for variant, colour in colours.items():
-                found = [curve(run) for run in runs if (run.variant, run.rate) == (variant, rate)]
-                if not found:
-                    continue
-                # A run that was cut short ends the mean: later points would be of other seeds.
-                steps = min((x for x, _ in found), key=len)
-                mean = [statistics.fmean(values) for values in zip(*(y[: len(steps)] for _, y in found), strict=True)]
-                axis.plot(steps, mean, color=colour, label=variant, linewidth=1)
-            axis.set_title(f"{title}, lr {rate:g}", fontsize=9)
+    variants = sorted({run.variant for run in runs}, key=place)
+    with style():
+        figure, axes = new_figure(4.5 * len(rates), 2.7 * len(panels), len(panels), len(rates), sharey="row")
+        for row, panel in zip(axes, panels, strict=True):
+            row[0].set_ylabel(panel.label)
+            for axis, rate in zip(row, rates, strict=True):
+                axis.set_yscale(panel.scale)
+                for variant, line in zip(variants, lines(variants), strict=True):
+                    of_variant = [panel.curve(run) for run in runs if (run.variant, run.rate) == (variant, rate)]
+                    found = [points for points in of_variant if points is not None]
+                    if not found:
+                        continue
+                    # A run that was cut short ends the mean: later points would be of other seeds.
+                    steps = min((x for x, _ in found), key=len)
+                    values = list(zip(*(y[: len(steps)] for _, y in found), strict=True))
+                    axis.plot(steps, [statistics.fmean(v) for v in values], label=variant, linewidth=1.2, **line)
+                    if panel.has_range:
+                        low, high = [min(v) for v in values], [max(v) for v in values]
+                        axis.fill_between(steps, low, high, color=line["color"], alpha=0.15, linewidth=0)
+        for axis, rate in zip(axes[0], rates, strict=True):
+            axis.set_title(f"learning rate {rate:g}")
+        for axis in axes[-1]:
             axis.set_xlabel("step")
-    axes[0][0].legend(fontsize=7)
-    _save(figure, path)
-    pyplot.close(figure)
+        axes[0][-1].legend(fontsize=8, ncols=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
     return path
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})

@@ -29,6 +29,7 @@ from experiments import (
     carry_out,
     claims,
     compare,
+    figures,
     grid,
     learner,
     needles,
@@ -544,6 +545,21 @@ def test_divergence_without_infinities(recipe, tmp_path):
     a_folder(tmp_path, recipe, "affine", 1, 1e-3, 6.0, losses=falling[:300] + [7.0] * 300)
     found = {run.variant: tables.has_diverged(run, run.series()["loss"]) for run in runs.read_runs(tmp_path)}
     assert found == {"softmax": False, "affine": True}
+
+
+def test_differences_are_those_of_equal_batches(recipe, tmp_path):
+    batches = list(np.linspace(8, 4, 600) + np.sin(np.arange(600)))
+    a_folder(tmp_path, recipe, "softmax", 1, 1e-3, 4.0, losses=batches)
+    a_folder(tmp_path, recipe, "affine", 1, 1e-3, 4.0, losses=[loss - 0.2 for loss in batches])
+    a_folder(tmp_path, recipe, "affine", 2, 1e-3, 4.0, losses=batches)
+    found = list(runs.read_runs(tmp_path))
+    curve = figures._difference(found)
+    drawn = {(run.variant, run.seed): curve(run) for run in found}
+    steps, values = drawn.pop(("affine", 1))
+    assert (min(steps), max(steps)) == (220, 600)
+    assert values == pytest.approx([-0.2] * len(steps))
+    # Softmax itself, and what has no softmax at its seed.
+    assert set(drawn.values()) == {None}
 
 
 def test_prepare_keeps_the_given_split(tmp_path):
