@@ -76,7 +76,7 @@ CUDA_CASES += [
     for name in ("affine", "sink+affine+gate", "scale_invariant+sink+affine+headwise")
     for mask in ("causal", "window7", "documents", "documents_interleaved", "left_padding")
     for shape in (Shape(2, 4, 2, 700, 700, 64), Shape(1, 6, 1, 300, 900, 128))
-    for dtype in (torch.bfloat16, torch.float16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
 
 
