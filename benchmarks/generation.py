@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="of turns at least, in each setting")
     parser.add_argument("--output", type=Path, help="CSV to update; default benchmarks/results/<device>.csv")
     arguments = parser.parse_args()
+    if min(arguments.contexts) <= arguments.tokens:
+        parser.error("--contexts must be longer than --tokens, which are the last of them")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = arguments.output or record.results_path(device)
     settings = list(itertools.product(arguments.batches, arguments.contexts))
@@ -65,9 +67,9 @@ def main() -> None:
         model.answer()
     console.print(f"compiled in {time.monotonic() - begin:.0f} s")
     for batch, context in settings:
-        rounds, begin = [], time.monotonic()
+        rounds, enough = [], time.monotonic() + arguments.seconds
         # Tokens of a small batch wait for the host, whose times scatter: what is quick gets more turns.
-        while len(rounds) < arguments.rounds or time.monotonic() - begin < arguments.seconds:
+        while len(rounds) < arguments.rounds or time.monotonic() < enough:
             rounds.append({name: models[name, batch, context].ms() for name in names})
         rows = rows_of(rounds, f"{arguments.preset} {context} x{batch}")
         for row in rows:
@@ -190,4 +192,7 @@ def token_ms(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, context:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the settings that were finished are in the CSV") from None

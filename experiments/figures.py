@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from affine_attn.distill.gradients import STEPS
-from experiments.grid import place
 from experiments.runs import Run
 
 _SMOOTHED = 20  # steps of a point of a loss curve
@@ -39,8 +38,8 @@ def draw(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
         "entropy": "entropy",
         "row_sum": "sum of weights",
     }
-    statistics_of = tuple(Panel(label, _statistic(name)) for name, label in watched.items())
-    yield _panels(folder / "attention.svg", runs, statistics_of)
+    attention = [Panel(label, _statistic(name)) for name, label in watched.items()]
+    yield _panels(folder / "attention.svg", runs, attention)
 
 
 def _loss(run: Run) -> Points:
@@ -83,11 +82,11 @@ def _statistic(name: str) -> Curve:
 
 
 def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
-    """A column per learning rate; a variant is the mean over its seeds."""
+    """A column per learning rate; a variant is the mean over its seeds, and variants come in the order of the runs."""
     from affine_attn.analyze.style import lines, new_figure, style
 
     rates = sorted({run.rate for run in runs})
-    variants = sorted({run.variant for run in runs}, key=place)
+    variants = list(dict.fromkeys(run.variant for run in runs))
     with style():
         figure, axes = new_figure(4.5 * len(rates), 2.7 * len(panels), len(panels), len(rates), sharey="row")
         for row, panel in zip(axes, panels, strict=True):

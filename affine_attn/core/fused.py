@@ -204,9 +204,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         dq, dk, dv = attention_backward(dy, o, output.saved_lse)
         with beside:
             rows.launch()
-        if rows.plan.sums != _RUNNING:
-            _negate_rows(call, rows.plan, dy)
-    rows.add_to(dv)
+    rows.settle(dv)
     return dq, dk, dv, *rows.results()
 
 
@@ -258,15 +256,18 @@ class _RowGradients:
                 self.totals, plan.query_segments, D=plan.d, SLICE=columns, ROWS=32, num_warps=1
             )
 
-    def add_to(self, dv: Tensor) -> None:
-        """What each key and value is seen by; with running sums negated rows of dy are restored on the way."""
+    def settle(self, dv: Tensor) -> None:
+        """Add to dv what each value is seen by, and restore the rows of dy that were negated."""
         call, plan = self.call, self.plan
         batch, kv_heads, _, head_dim = call.v.shape
+        is_negated, gate = self.do is None, call.gate
+        if is_negated and plan.sums != _RUNNING:
+            _negate_rows(call, plan, self.dy)
         if self.weighted is not None and plan.sums == _TABLE:
             visible_sums.add_seen_by(call, self.weighted, dv)
         if plan.sums == _RUNNING:
+            # Does both: a launch less.
             tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
-            is_negated, gate = self.do is None, call.gate
             _kernels().add_seen_by_kernel[(_ceil(call.tq, tokens), batch * kv_heads)](
                 dv, self.weighted, self.totals, self.dy, self.alpha, gate, *_strides(dv), *_strides(self.dy),
                 *_strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,

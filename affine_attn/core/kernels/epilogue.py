@@ -375,7 +375,7 @@ def add_seen_by_kernel(
 ):  # fmt: skip
     """dv of a query's slot += the weighted sum of the queries from its own on: in its segment, and after that.
 
-    On the way the rows of dy that were negated for the attention's backward are restored: a launch less.
+    On the way the rows of dy that were negated for the attention's backward are restored.
     """
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kv_head = bh // kv_heads, bh % kv_heads
