@@ -121,21 +121,20 @@ def trained(recipe: Recipe, device: torch.device) -> tuple[float, float]:
     dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder, torch.device(device):
-        args = training_arguments(recipe, Path(folder))
-        args.save_strategy = SaveStrategy.NO
+    with torch.device(device):
         model = AffineAttnForCausalLM(recipe.student_config)
         teacher = None
         if recipe.teacher is not None:
             config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
             teacher = AffineAttnForCausalLM(config).to(getattr(torch, recipe.dtype))  # pyright: ignore[reportArgumentType]
-        with torch.device("cpu"):
-            # What it takes of shards is their sequences and their length.
-            tokens: Any = dataset
-            trainer = DistillTrainer(
-                model, args, tokens, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile
-            )
-            trainer.train()
+    # Outside that context, as users train: under it torch.compile sees other functions.
+    with tempfile.TemporaryDirectory() as folder:
+        args = training_arguments(recipe, Path(folder))
+        args.save_strategy = SaveStrategy.NO
+        # What it takes of shards is their sequences and their length.
+        tokens: Any = dataset
+        trainer = DistillTrainer(model, args, tokens, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile)
+        trainer.train()
         lines = [json.loads(line) for line in (Path(folder) / METRICS).read_text().splitlines()]
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
     tokens = recipe.global_batch * recipe.sequence_length

@@ -78,6 +78,14 @@ def test_a_compiled_layer_trains_like_an_eager_one(name):
         torch.testing.assert_close(compiled, eager)
 
 
+def test_a_default_device_does_not_cut_the_graph():
+    """torch.set_default_device replaces every torch function while it is on, which not all of them survive traced."""
+    layer = AttentionLayer(16, 4, 2, attention="affine_gated", init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    with torch.device("cpu"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_compiled_layer_adds_to_the_same_alpha_sums(padded):
     layer = AttentionLayer(16, 4, 2, attention="affine", init_std=0.3).train()

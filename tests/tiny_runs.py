@@ -59,7 +59,7 @@ def trainer(chosen: Recipe, output: Path, teacher: PreTrainedModel | None = None
     dataset = shards.TokenShards(chosen.data, chosen.sequence_length, documents=chosen.documents)
     args = training_arguments(chosen, output)
     args.disable_tqdm = True
-    return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec)
+    return DistillTrainer(student, args, dataset, teacher=teacher, loss=chosen.loss_spec, compile=chosen.compile)
 
 
 def metrics(folder: Path) -> list[dict]:
