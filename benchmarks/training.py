@@ -1,9 +1,12 @@
 """Trains whole models for a few steps and says how fast: python benchmarks/training.py
 
-Every case is ``DistillTrainer`` on random tokens: plain pretraining with each attention, then distillation from a
-random teacher. Cases take turns; a step's time is between two logged steps, the first ones (compiling) left out. MFU
-counts matrix products and causal attention of the student's training and the teacher's forward, recomputation not, as
-``estimate.flops_per_token``. Rows go to benchmarks/results/training/<device>.csv.
+Every case is ``DistillTrainer`` on random tokens, or on the text of --data: plain pretraining with each attention, then
+distillation from a random teacher. Cases take turns; a step's time is between two logged steps, the first ones left
+out: they compile, and with text --warm-up takes more of them, since the clocks of a GPU at its power limit depend on
+the numbers it multiplies. Random weights on random tokens are no fair sample of those: at the start softmax makes
+neighbouring tokens alike, which draws less power. MFU counts matrix products and causal attention of the student's
+training and the teacher's forward, recomputation not, as ``estimate.flops_per_token``. Rows go to
+benchmarks/results/training/<device>.csv.
 """
 
 import argparse
@@ -27,12 +30,12 @@ from affine_attn.distill.estimate import PEAKS, flops_per_token, size, teacher_c
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
+from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.measure import summary
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record
 
-_WARM_UP = 4  # steps
 console = Console(width=140)
 
 
@@ -59,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of a forward")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--data", help="folder of shards (affine-attn prepare); default: random tokens")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of every turn")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="decoder layers as they are")
@@ -81,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def recipe_of(options: argparse.Namespace, attention: str, teacher: str | None) -> Recipe:
-    steps = _WARM_UP + options.steps
+    steps = options.warm_up + options.steps
     return Recipe(
         student=options.student, attention=attention, teacher=teacher, sequence_length=options.sequence_length,
         micro_batch=options.micro_batch, global_batch=options.micro_batch * options.accumulation,
@@ -96,7 +101,7 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
     memory: dict[str, float] = {}
     for number in range(options.rounds):
         for recipe in recipes if number % 2 == 0 else reversed(recipes):
-            step_ms, memory[recipe.attention] = trained(recipe, device)
+            step_ms, memory[recipe.attention] = trained(recipe, device, options.data, options.warm_up)
             ms[recipe.attention].append(step_ms)
     rows, baseline, peak = [], recipes[0].attention, PEAKS.get(record.device_name(device))
     for recipe in recipes:
@@ -107,7 +112,8 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
         rows.append({
             "shape": recipe.student, "what": recipe.attention, "engine": "DistillTrainer",
             "mode": f"{'pretraining' if recipe.teacher is None else f'distillation from {recipe.teacher}'}, "
-            f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}",
+            f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}"
+            + (f", text from step {options.warm_up} on" if options.data else ""),
             "ms_p20": f"{timing.p20:.1f}", "ms_p50": f"{timing.p50:.1f}", "ms_p80": f"{timing.p80:.1f}",
             "ratio": f"{timing.ratio:.4f}", "baseline": baseline, "tokens_per_second": f"{rate:.0f}",
             "tflops": f"{rate * flops / 1e12:.1f}", "mfu": "" if peak is None else f"{rate * flops / peak:.4f}",
@@ -116,9 +122,14 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
     return rows
 
 
-def trained(recipe: Recipe, device: torch.device) -> tuple[float, float]:
+def trained(recipe: Recipe, device: torch.device, data: str | None, warm_up: int) -> tuple[float, float]:
     """Milliseconds of a step after the warm-up, and the peak of memory."""
-    dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size)
+    # What a trainer takes of shards is their sequences and their length.
+    dataset: Any = RandomTokens(
+        recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size
+    )
+    if data is not None:
+        dataset = TokenShards(data, recipe.sequence_length, documents=False)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):
@@ -131,9 +142,7 @@ def trained(recipe: Recipe, device: torch.device) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         args = training_arguments(recipe, Path(folder))
         args.save_strategy = SaveStrategy.NO
-        # What it takes of shards is their sequences and their length.
-        tokens: Any = dataset
-        trainer = DistillTrainer(model, args, tokens, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile)
+        trainer = DistillTrainer(model, args, dataset, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile)
         trainer.train()
         lines = [json.loads(line) for line in (Path(folder) / METRICS).read_text().splitlines()]
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
@@ -141,7 +150,7 @@ def trained(recipe: Recipe, device: torch.device) -> tuple[float, float]:
     del trainer, model, teacher
     gc.collect()
     torch.cuda.empty_cache()
-    return median(tokens / line["tokens_per_second"] * 1e3 for line in lines[_WARM_UP:]), peak
+    return median(tokens / line["tokens_per_second"] * 1e3 for line in lines[warm_up:]), peak
 
 
 if __name__ == "__main__":
