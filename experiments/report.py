@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,43 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
         yield _write_csv(results / f"{name}.csv", rows)
         if summaries[name] is not rows:
             yield _write_csv(results / f"{name}_summary.csv", summaries[name])
-    limit = max((row["kd_difference"] for row in floor), default=math.nan)
-    parts = {name: markdown(rows, limit) or "Nothing has been run yet." for name, rows in summaries.items()}
+    loss, log_variance = (
+        max((row[name] for row in floor), default=math.nan) for name in ("kd_difference", "log_variance_difference")
+    )
+    is_noise = noise_by_column(loss, log_variance)
+    parts = {name: markdown(rows, is_noise) or "Nothing has been run yet." for name, rows in summaries.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
-    parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges, limit)) if part)
+    parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)
     # Its differences are of accuracies, which the noise floor of losses says nothing about.
-    parts["zero_shot"] = markdown(tables.zero_shot(of_a), math.nan) or "Nothing has been run yet."
+    parts["zero_shot"] = markdown(tables.zero_shot(of_a)) or "Nothing has been run yet."
     parts["runs"] = cost(runs)
-    parts["claims"] = markdown(claims.judged(of_a, floor), math.nan)
+    parts["claims"] = markdown(claims.judged(of_a, floor))
     document.write_text(rewrite(document.read_text(), parts))
     yield document
-    short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), limit)
-    noise = "not measured yet" if math.isnan(limit) else _number(limit)
-    short += f"\n\nNoise floor of the loss, one run against itself run again: {noise}."
+    short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), is_noise)
+    known = f"{_number(loss)} in loss, a factor of {_number(math.exp(log_variance))} in gradient variance"
+    short += f"\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
     yield readme
     yield from figures.draw(of_a, results)
     yield from page.draw(runs, results / "figures")
 
 
-def markdown(rows: Sequence[Row], noise_floor: float) -> str:
-    """Intervals in one cell; a difference of losses that is below the noise floor is said to be."""
+def noise_by_column(loss: float, log_variance: float) -> dict[str, Callable[[float], bool]]:
+    """Whether a value of a column is no larger than its noise floor; columns that have none are not there."""
+
+    def of_loss(difference: float) -> bool:
+        return abs(difference) <= loss
+
+    def of_variance(ratio: float) -> bool:
+        return abs(math.log(ratio)) <= log_variance
+
+    losses = dict.fromkeys(("difference", "kd_loss difference"), of_loss)
+    return losses | dict.fromkeys(("ratio", tables.STEADINESS), of_variance)
+
+
+def markdown(rows: Sequence[Row], is_noise: Mapping[str, Callable[[float], bool]] = {}) -> str:
+    """Intervals in one cell; what is below the noise floor of its column is said to be."""
     if not rows:
         return ""
     hidden = ("commit", "torch", "device", "run", "steps", "minutes")
@@ -67,7 +83,7 @@ def markdown(rows: Sequence[Row], noise_floor: float) -> str:
     names = [name for name in names if not name.endswith((" low", " high"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
-        lines.append(f"| {' | '.join(_cell(row, name, noise_floor) for name in names)} |")
+        lines.append(f"| {' | '.join(_cell(row, name, is_noise) for name in names)} |")
     return "\n".join(lines)
 
 
@@ -92,13 +108,13 @@ def _tokens(run: Run) -> int:
     return (run.diverged_step or recipe["steps"]) * recipe["global_batch"] * recipe["sequence_length"]
 
 
-def _cell(row: Row, name: str, noise_floor: float) -> str:
+def _cell(row: Row, name: str, is_noise: Mapping[str, Callable[[float], bool]]) -> str:
     value = row.get(name)
     text = _number(value)
     low, high = row.get(f"{name} low"), row.get(f"{name} high")
     if low is not None and math.isfinite(low):
         text += f" [{_number(low)}, {_number(high)}]"
-    if name in ("difference", "kd_loss difference") and value is not None and abs(value) <= noise_floor:
+    if value is not None and name in is_noise and is_noise[name](value):
         text += " (noise)"
     return text
 

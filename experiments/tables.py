@@ -12,6 +12,7 @@ from experiments.runs import Run
 
 Row = dict[str, Any]
 BASELINE = "softmax"
+STEADINESS = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
 # A run that stayed finite has diverged too if its loss, over so many steps, ends so far above the lowest it had.
 SMOOTHED_STEPS, LOSS_RISE = 50, 0.5
 
@@ -52,8 +53,8 @@ def short(of_a: Sequence[Row], of_b: Sequence[Row]) -> list[Row]:
         if row["best"]:
             kept = {name: value for name, value in row.items() if name not in ("best", "diverged", "p")}
             steadiness = variances.get(row["variant"], {})
-            name = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
-            kept |= {name + end: steadiness[f"ratio{end}"] for end in ("", " low", " high") if "ratio" in steadiness}
+            ends = ("", " low", " high") if "ratio" in steadiness else ()
+            kept |= {STEADINESS + end: steadiness[f"ratio{end}"] for end in ends}
             rows.append(kept)
     return sorted(rows, key=lambda row: (row["variant"] != BASELINE, row["kd_loss"]))
 

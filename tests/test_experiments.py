@@ -499,7 +499,7 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     assert "old" not in text
     assert "-0.022 [" in text
     assert "| affine | 0.003 | 3 |" in readme.read_text()
-    assert "run again: 0.004." in readme.read_text()
+    assert "run again: 0.004 in loss, a factor of 1 in gradient variance." in readme.read_text()
     # At the paper's rate the loss is 0.03 higher in every seed, at the other 0.022 lower; the noise floor is 0.004.
     said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "against softmax" in line]
     assert {(row[0], row[3]): row[-1] for row in said} == {
@@ -515,9 +515,12 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
 
 
 def test_a_difference_below_the_noise_floor_is_marked():
-    row = {"difference": 0.003, "difference low": 0.001, "difference high": 0.005}
-    assert "(noise)" in report.markdown([row], 0.004)
-    assert "(noise)" not in report.markdown([row], 0.002)
+    row = {"difference": 0.003, "difference low": 0.001, "difference high": 0.005, "ratio": 0.8}
+    both, loss, variance = (report.noise_by_column(*floors) for floors in ((0.004, 0.3), (0.004, 0.2), (0.002, 0.3)))
+    assert report.markdown([row]).splitlines()[-1] == "| 0.003 [0.001, 0.005] | 0.8 |"
+    assert report.markdown([row], both).splitlines()[-1] == "| 0.003 [0.001, 0.005] (noise) | 0.8 (noise) |"
+    assert report.markdown([row], loss).splitlines()[-1] == "| 0.003 [0.001, 0.005] (noise) | 0.8 |"
+    assert report.markdown([row], variance).splitlines()[-1] == "| 0.003 [0.001, 0.005] | 0.8 (noise) |"
 
 
 @pytest.mark.parametrize(
