@@ -119,7 +119,7 @@ def rewrite(text: str, parts: dict[str, str]) -> str:
 def main() -> None:
     documents = {
         ROOT / "README.md": {"variants": variants_table(), "speed": results()},
-        ROOT / "docs" / "scaling.md": {"scaling": scaling.tables()},
+        ROOT / "docs" / "scaling.md": {"training": scaling.measurements(), "scaling": scaling.tables()},
     }
     for path, parts in documents.items():
         path.write_text(rewrite(path.read_text(), parts))

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: the paper's sizes on many GPUs, by calculation from one.
+"""The tables of docs/scaling.md: what one GPU reaches, and by calculation the paper's sizes on many.
 
 What one GPU reaches is read from the training measurements (benchmarks/results/training); a size without one is
 calculated with the MFU that ``affine-attn distill --dry-run`` assumes, and says so. ``python -m benchmarks.readme``
@@ -19,6 +19,22 @@ HEADS = (
     "GPUs", "micro-batch x accumulation", "GiB per GPU, DDP", "FSDP2", "tokens/s", "recipe takes",
     "s per step", "GB sent per GPU and step, DDP", "FSDP2", "GB/s that hides it, DDP", "FSDP2",
 )  # fmt: skip
+
+
+def measurements(measured: Path = MEASURED) -> str:
+    """A row per measurement, as benchmarks/training.py wrote it."""
+    lines = [
+        "| model | what is trained | attention | ms per step | over softmax | tokens/s | MFU | GiB | commit |",
+        "|---" * 9 + "|",
+    ]
+    for row in read(measured):
+        cells = (
+            row["shape"], row["mode"], row["what"], f"{float(row['ms_p50']):.0f}", f"{float(row['ratio']):.3f}",
+            f"{int(row['tokens_per_second']):,}", f"{float(row['mfu']):.1%}", f"{float(row['peak_mib']) / 1024:.1f}",
+            row["commit"],
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def tables(measured: Path = MEASURED) -> str:

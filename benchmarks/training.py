@@ -2,11 +2,10 @@
 
 Every case is ``DistillTrainer`` on random tokens, or on the text of --data: plain pretraining with each attention, then
 distillation from a random teacher. Cases take turns; a step's time is between two logged steps, the first ones left
-out: they compile, and with text --warm-up takes more of them, since the clocks of a GPU at its power limit depend on
-the numbers it multiplies. Random weights on random tokens are no fair sample of those: at the start softmax makes
-neighbouring tokens alike, which draws less power. MFU counts matrix products and causal attention of the student's
-training and the teacher's forward, recomputation not, as ``estimate.flops_per_token``. Rows go to
-benchmarks/results/training/<device>.csv.
+out: they compile. With text let --warm-up leave out more of them: the clocks of a GPU at its power limit depend on the
+numbers it multiplies, and random weights are no fair sample of those (docs/scaling.md). MFU counts matrix products and
+causal attention of the student's training and the teacher's forward, recomputation not, as
+``estimate.flops_per_token``. Rows go to benchmarks/results/training/<device>.csv.
 """
 
 import argparse
