@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from experiments.compare import Interval, paired
 from experiments.runs import Run
-from experiments.tables import Row, accuracies, best_rate, by_setting, interval_columns
+from experiments.tables import Row, accuracies, best_rate, by_setting, interval_columns, noise_floor
 
 BEST = "own best"
 
@@ -67,8 +67,10 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
     """A row for every claim and learning rate that both have runs at; losses also at each one's own best rate."""
     rows = []
     for claim in CLAIMS:
-        floor = _floor(claim, noise)
         for rate, values, baseline in _pairs(claim, runs):
+            # Losses are compared across rates too, so one floor holds for all of them; gradients are each rate's own.
+            at = None if claim.value is _loss else rate
+            floor = None if claim.floor is None else noise_floor(noise, claim.floor, at)
             difference = paired(values, baseline).difference
             about: Row = {
                 "what": claim.of,
@@ -107,7 +109,3 @@ def _pairs(claim: Claim, runs: Sequence[Run]) -> Iterator[tuple[float | str, dic
     if claim.value is _loss and {claim.variant, claim.baseline} <= names:
         values, baseline = (at[name, best_rate(name, at)] for name in (claim.variant, claim.baseline))
         yield BEST, values, baseline
-
-
-def _floor(claim: Claim, noise: Sequence[Row]) -> float | None:
-    return None if claim.floor is None else max((row[claim.floor] for row in noise), default=math.nan)

@@ -123,7 +123,7 @@ def groups(recipe: Recipe) -> list[Group]:
             Student(variant=name, attention=spec, learning_rate=rate) for rate in rates for name, spec in specs.items()
         )
 
-    first, second, third = SEEDS
+    (first, second, third), (fourth, fifth) = SEEDS, MORE_SEEDS
     others = second, third
     both, every = (PAPER_RATE, COMMON_RATE), (*CORE, *OTHERS)
     a_open = ablations(recipe.sequence_length)
@@ -139,7 +139,9 @@ def groups(recipe: Recipe) -> list[Group]:
         group("a-sweep", "a", first, named(every, (SWEPT_RATE, HIGH_RATE))),
         group("c", "c", first, a_open),
         group("d", "d", first, lengthy),
-        *(group("a-core", "a", seed, named(CORE, both)) for seed in MORE_SEEDS),
+        group("a-core", "a", fourth, named(CORE, both)),
+        group("noise", "noise", fourth, named(("softmax", "affine"), both)),
+        group("a-core", "a", fifth, named(CORE, both)),
         # Where stability should show, for table B.
         *(group("a-high", "a", seed, named(every, (HIGH_RATE,))) for seed in others),
         *(group("c", "c", seed, a_open) for seed in others),

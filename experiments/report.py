@@ -39,10 +39,7 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
         yield _write_csv(results / f"{name}.csv", rows)
         if summaries[name] is not rows:
             yield _write_csv(results / f"{name}_summary.csv", summaries[name])
-    loss, log_variance = (
-        max((row[name] for row in floor), default=math.nan) for name in ("kd_difference", "log_variance_difference")
-    )
-    is_noise = noise_by_column(loss, log_variance)
+    is_noise = noise_by_column(floor)
     parts = {name: markdown(rows, is_noise) or "Nothing has been run yet." for name, rows in summaries.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)
@@ -53,6 +50,7 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     document.write_text(rewrite(document.read_text(), parts))
     yield document
     short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), is_noise)
+    loss, log_variance = (tables.noise_floor(floor, name) for name in ("kd_difference", "log_variance_difference"))
     known = f"{_number(loss)} in loss, a factor of {_number(math.exp(log_variance))} in gradient variance"
     short += f"\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
@@ -61,20 +59,21 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     yield from page.draw(runs, results / "figures")
 
 
-def noise_by_column(loss: float, log_variance: float) -> dict[str, Callable[[float], bool]]:
-    """Whether a value of a column is no larger than its noise floor; columns that have none are not there."""
+def noise_by_column(noise: Sequence[Row]) -> dict[str, Callable[[Row, str], bool]]:
+    """Whether a row's value in a column is no larger than its noise floor; columns that have none are not there."""
 
-    def of_loss(difference: float) -> bool:
-        return abs(difference) <= loss
+    def of_loss(row: Row, name: str) -> bool:
+        return abs(row[name]) <= tables.noise_floor(noise, "kd_difference")
 
-    def of_variance(ratio: float) -> bool:
-        return abs(math.log(ratio)) <= log_variance
+    def of_variance(row: Row, name: str) -> bool:
+        rate = grid.PAPER_RATE if name == tables.STEADINESS else row["lr"]
+        return abs(math.log(row[name])) <= tables.noise_floor(noise, "log_variance_difference", rate)
 
     losses = dict.fromkeys(("difference", "kd_loss difference"), of_loss)
     return losses | dict.fromkeys(("ratio", tables.STEADINESS), of_variance)
 
 
-def markdown(rows: Sequence[Row], is_noise: Mapping[str, Callable[[float], bool]] = {}) -> str:
+def markdown(rows: Sequence[Row], is_noise: Mapping[str, Callable[[Row, str], bool]] = {}) -> str:
     """Intervals in one cell; what is below the noise floor of its column is said to be."""
     if not rows:
         return ""
@@ -108,13 +107,13 @@ def _tokens(run: Run) -> int:
     return (run.diverged_step or recipe["steps"]) * recipe["global_batch"] * recipe["sequence_length"]
 
 
-def _cell(row: Row, name: str, is_noise: Mapping[str, Callable[[float], bool]]) -> str:
+def _cell(row: Row, name: str, is_noise: Mapping[str, Callable[[Row, str], bool]]) -> str:
     value = row.get(name)
     text = _number(value)
     low, high = row.get(f"{name} low"), row.get(f"{name} high")
     if low is not None and math.isfinite(low):
         text += f" [{_number(low)}, {_number(high)}]"
-    if value is not None and name in is_noise and is_noise[name](value):
+    if value is not None and name in is_noise and is_noise[name](row, name):
         text += " (noise)"
     return text
 

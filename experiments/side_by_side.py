@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from affine_attn.distill.data import sequences
 from affine_attn.distill.estimate import Size, size_of
 from affine_attn.distill.losses import chunked_loss
+from affine_attn.distill.progress import token_progress
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, temporary
 from affine_attn.distill.statistics import SEQUENCES
@@ -47,7 +49,9 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     text = sequences(recipe)
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
-    with room_for_graphs():
+    first, batch_tokens = step, recipe.global_batch * recipe.sequence_length
+    with room_for_graphs(), token_progress(Console(stderr=True)) as progress:
+        task = progress.add_task("", total=recipe.steps, completed=step, tokens=0)
         batches = batches_of(recipe, text, step, device)
         while step < recipe.steps and (going := _going(learners)):
             if recipe.statistics_steps and step % recipe.statistics_steps < LOOK_STEPS:
@@ -63,7 +67,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
                 learner.look()
             took = time.perf_counter() - begin
             seconds += took
-            speeds.append((step - before) * recipe.global_batch * recipe.sequence_length / took)
+            speeds.append((step - before) * batch_tokens / took)
+            progress.update(task, completed=step, tokens=(step - first) * batch_tokens * len(learners))
             late = time.monotonic() > deadline
             if step < recipe.steps and (late or step % recipe.save_steps < LOOK_STEPS):
                 _save(folder / _CHECKPOINT, learners, seconds, speeds, step)

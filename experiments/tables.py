@@ -184,6 +184,12 @@ def noise(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def noise_floor(noise: Sequence[Row], column: str, rate: float | str | None = None) -> float:
+    """The largest difference of a run to its repetition, at this rate where there is one; NaN: not known."""
+    at_rate = [row[column] for row in noise if row["lr"] == rate]
+    return max(at_rate or (row[column] for row in noise), default=math.nan)
+
+
 def _about(run: Run) -> Row:
     return {"variant": run.variant, "seed": run.seed, "lr": run.rate}
 

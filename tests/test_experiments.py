@@ -515,12 +515,21 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
 
 
 def test_a_difference_below_the_noise_floor_is_marked():
-    row = {"difference": 0.003, "difference low": 0.001, "difference high": 0.005, "ratio": 0.8}
-    both, loss, variance = (report.noise_by_column(*floors) for floors in ((0.004, 0.3), (0.004, 0.2), (0.002, 0.3)))
-    assert report.markdown([row]).splitlines()[-1] == "| 0.003 [0.001, 0.005] | 0.8 |"
-    assert report.markdown([row], both).splitlines()[-1] == "| 0.003 [0.001, 0.005] (noise) | 0.8 (noise) |"
-    assert report.markdown([row], loss).splitlines()[-1] == "| 0.003 [0.001, 0.005] (noise) | 0.8 |"
-    assert report.markdown([row], variance).splitlines()[-1] == "| 0.003 [0.001, 0.005] | 0.8 (noise) |"
+    row = {"lr": 1e-3, "difference": 0.003, "difference low": 0.001, "difference high": 0.005, "ratio": 0.8}
+
+    def marked(*floors: tuple[float, float, float]) -> list[str]:
+        names = ("lr", "kd_difference", "log_variance_difference")
+        noise = [dict(zip(names, floor, strict=True)) for floor in floors]
+        return report.markdown([row], report.noise_by_column(noise)).splitlines()[-1].split(" | ")[1:]
+
+    plain, difference, ratio = "0.003 [0.001, 0.005]", "0.003 [0.001, 0.005] (noise)", "0.8 (noise) |"
+    assert marked() == [plain, "0.8 |"]
+    assert marked((1e-3, 0.004, 0.3)) == [difference, ratio]
+    assert marked((1e-3, 0.004, 0.2)) == [difference, "0.8 |"]
+    assert marked((1e-3, 0.002, 0.3)) == [plain, ratio]
+    # Of variances the floor is that of their rate, where it is known; of losses the largest.
+    assert marked((3e-3, 0.004, 0.3)) == [difference, ratio]
+    assert marked((1e-3, 0.002, 0.2), (3e-3, 0.004, 0.3)) == [difference, "0.8 |"]
 
 
 @pytest.mark.parametrize(
