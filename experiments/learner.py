@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, get_scheduler, set_seed
 from affine_attn.core.alpha import alpha_gates, track_alpha
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
-from affine_attn.distill.losses import Loss, Teacher, chunked_loss
+from affine_attn.distill.losses import Logits, Loss, Teacher, chunked_loss
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.statistics import columns
@@ -49,20 +49,19 @@ class Learner:
         self._measured: list[tuple[float, Tensor]] = []
         self._replay = Replay()
 
-    def step(self, batch: dict[str, Tensor], target: Teacher | None) -> None:
-        """One optimizer step. Nothing waits for its numbers."""
+    def step(self, batch: dict[str, Tensor], target: Logits | None) -> None:
+        """One optimizer step. Nothing waits for its numbers. The target must lie in the same memory at every step, and
+        is read there by a recorded one: it is too large to be copied for each student."""
         # Not read from the optimizer, whose rate lies on the device.
         rate = self.student.learning_rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
-        inputs = [*batch.values(), *(() if target is None else (target.hidden,))]
 
         def advance(*inputs: Tensor) -> Tensor:
-            asked = None if target is None else target._replace(hidden=inputs[-1])
-            return self._advance(dict(zip(batch, inputs, strict=False)), asked)
+            return self._advance(dict(zip(batch, inputs, strict=True)), target)
 
-        self._measured.append((rate, self._replay(advance, inputs)))
+        self._measured.append((rate, self._replay(advance, list(batch.values()))))
         self.schedule.step()
 
-    def _advance(self, batch: dict[str, Tensor], target: Teacher | None) -> Tensor:
+    def _advance(self, batch: dict[str, Tensor], target: Logits | None) -> Tensor:
         """Loss, hard loss and gradient norm of the step it takes, all of it on the device."""
         loss = loss_of(self.model, batch, target, self.recipe)
         loss.loss.backward()
@@ -111,7 +110,11 @@ def _new_model(student: Student, recipe: Recipe, device: torch.device) -> Affine
 
 
 def loss_of(
-    model: PreTrainedModel, batch: dict[str, Tensor], target: Teacher | None, recipe: Recipe, total: bool = False
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    target: Teacher | Logits | None,
+    recipe: Recipe,
+    total: bool = False,
 ) -> Loss:
     with autocast(recipe, model.device):
         hidden = model.base_model(**context(batch), use_cache=False).last_hidden_state

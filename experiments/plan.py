@@ -46,11 +46,6 @@ def plan(groups: Sequence[Group], done: Sequence[runs.Run]) -> Iterator[str]:
     how = f"measured over {len(measured)} runs" if measured else "from a first probe on an H200"
     yield f"{runs_left} runs, {tokens_left / 1e6:,.0f}M tokens, {total:.0f} minutes"
     yield f"at {rate / 1e12:.0f} TFLOP/s ({how}), with {COMPILE_SECONDS} seconds for each new attention (assumed)"
-    if teacher is not None:
-        group = groups[0]
-        each = [sizes[student] for student in group.students]
-        again = (len(each) - 1) * 2 * teacher.hidden * teacher.vocab / flops(group, each, teacher)
-        yield f"the teacher's head is computed again for every student: {again:.0%} of the FLOPs"
 
 
 def _sizes(groups: Sequence[Group]) -> dict[Student, Size]:

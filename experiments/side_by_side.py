@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 from affine_attn.distill.data import sequences
 from affine_attn.distill.estimate import Size, size_of
-from affine_attn.distill.losses import chunked_loss
+from affine_attn.distill.losses import Logits, chunked_loss
 from affine_attn.distill.progress import token_progress
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, temporary
 from affine_attn.distill.statistics import SEQUENCES
-from affine_attn.distill.teacher import ask
+from affine_attn.distill.teacher import ask, logits
 from affine_attn.models.statistics import evaluating
 from experiments import needles, runs
 from experiments.grid import Group
@@ -50,6 +50,9 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
     first, batch_tokens = step, recipe.global_batch * recipe.sequence_length
+    # Logits of every batch lie in the memory of the first.
+    target: Logits | None = None
+    memory: Tensor | None = None
     with room_for_graphs(), token_progress(Console(stderr=True)) as progress:
         task = progress.add_task("", total=recipe.steps, completed=step, tokens=0)
         batches = batches_of(recipe, text, step, device)
@@ -59,7 +62,9 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
                     learner.watch(few)
             begin, before = time.perf_counter(), step
             for batch in islice(batches, LOOK_STEPS):
-                target = None if teacher is None else ask(teacher, context(batch))
+                if teacher is not None:
+                    target = logits(ask(teacher, context(batch)), out=memory)
+                    memory = target.logits.flatten(0, -2)
                 for learner in going:
                     learner.step(batch, target)
                 step += 1
@@ -106,13 +111,10 @@ def _going(learners: Sequence[Learner]) -> list[Learner]:
 
 
 def flops(group: Group, students: Sequence[Size], teacher: Size | None) -> int:
-    """Of a token for the whole group: the teacher's hidden states once, its head again for every student."""
+    """Of a token for the whole group: every student's training, and the teacher's forward once."""
     length = group.recipe.sequence_length
     total = sum(student.training_flops(length) for student in students)
-    if teacher is not None:
-        head = 2 * teacher.hidden * teacher.vocab
-        total += teacher.forward_flops(length) - head + len(students) * head
-    return total
+    return total if teacher is None else total + teacher.forward_flops(length)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from affine_attn.distill import KINDS, Loss, LossSpec, Teacher, TopK, chunked_loss, next_tokens
+from affine_attn.distill import KINDS, Logits, Loss, LossSpec, Teacher, TopK, chunked_loss, next_tokens
 from affine_attn.distill import losses as module
 from affine_attn.distill.losses import chunk_size
 from benchmarks import losses as benchmark
@@ -48,8 +48,19 @@ def _top_k(teacher: Teacher, k: int = K) -> TopK:
     return TopK(ids, log_probs)
 
 
+def _target(kind: str, teacher: Teacher) -> Teacher | Logits | TopK:
+    if kind == "logits":
+        return Logits(teacher.hidden @ teacher.weight.T)
+    return _top_k(teacher) if kind == "top_k" else teacher
+
+
 def _formula(
-    hidden: Tensor, weight: Tensor, target: Teacher | TopK | None, labels: Tensor | None, spec: LossSpec, valid: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    target: Teacher | Logits | TopK | None,
+    labels: Tensor | None,
+    spec: LossSpec,
+    valid: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss, kd, hard, entropy as means over the valid tokens, differentiated by autograd."""
     z, t = hidden @ weight.T, spec.temperature
@@ -60,6 +71,8 @@ def _formula(
     if target is not None:
         if isinstance(target, Teacher):
             q = (target.hidden.to(z) @ target.weight.to(z).T / t).softmax(-1)
+        elif isinstance(target, Logits):
+            q = (target.logits.to(z) / t).softmax(-1)
         else:
             q = torch.zeros_like(z).scatter(1, target.ids, (target.log_probs.to(z) / t).softmax(-1))
         p, m = log_p.exp(), spec.beta * q + (1 - spec.beta) * log_p.exp()
@@ -154,6 +167,24 @@ def test_top_k_of_everything_is_the_teacher_and_minus_infinity_is_no_entry(kind)
     )
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=_name)
+def test_logits_as_targets(spec):
+    hidden, weight, teacher, labels = _inputs()
+    target = _target("logits", teacher)
+    _assert_same(torch.float32, hidden, weight, target, labels, spec, chunk_bytes=_chunks_of(5))
+
+
+def test_logits_are_the_teacher_they_come_from():
+    """Also of a shared vocabulary, and in any shape."""
+    hidden, weight, teacher, labels = _inputs()
+    shared = 29
+    logits = Logits((teacher.hidden @ teacher.weight[:37].T).view(1, N, 37))
+    theirs = chunked_loss(hidden, weight, teacher, labels % shared, shared=shared)
+    ours = chunked_loss(hidden[None], weight, logits, labels[None] % shared, shared=shared)
+    for value, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value, truth)
+
+
 def test_without_teacher_it_is_cross_entropy():
     hidden, weight, _, labels = _inputs()
     actual = _assert_same(
@@ -200,24 +231,23 @@ def test_chunks_are_few_equal_and_within_the_budget(tokens, vocabulary, most):
 
 
 @pytest.mark.parametrize("spec", [LossSpec(), LossSpec("reverse_kl", 2.0, hard=0.5), LossSpec("jsd")], ids=_name)
-@pytest.mark.parametrize("cached", [False, True], ids=["teacher", "top_k"])
-def test_masked_tokens_have_no_influence_whatever_they_hold(spec, cached):
-    if cached and spec.kind == "reverse_kl":
+@pytest.mark.parametrize("kind", ["teacher", "logits", "top_k"])
+def test_masked_tokens_have_no_influence_whatever_they_hold(spec, kind):
+    if kind == "top_k" and spec.kind == "reverse_kl":
         pytest.skip("infinite for a top-k target")
-    hidden, weight, target, labels = _inputs()
-    if cached:
-        target = _top_k(target)
+    hidden, weight, teacher, labels = _inputs()
+    target = _target(kind, teacher)
     mask = torch.arange(N) % 3 != 0
     labels[5] = -100
     counts = mask & (labels != -100)
     alone = [x[counts] if len(x) == N else x for x in (hidden, weight, *target, labels)]
     h, w = alone[0].requires_grad_(), weight.requires_grad_()
-    expected = chunked_loss(h, w, type(target)(*alone[2:4]), alone[4], spec=spec)
+    expected = chunked_loss(h, w, type(target)(*alone[2:-1]), alone[-1], spec=spec)
     dh, dw = torch.autograd.grad(expected.loss, (h, w))
 
     hidden[~counts], labels[~mask] = math.nan, 10**6
     dirty = [x.clone() for x in target]
-    dirty[0][~counts] = -7 if cached else math.nan
+    dirty[0][~counts] = -7 if kind == "top_k" else math.nan
     actual = chunked_loss(
         hidden.requires_grad_(), w, type(target)(*dirty), labels, spec=spec, mask=mask, chunk_bytes=_chunks_of(5, V, 8)
     )
@@ -379,8 +409,8 @@ def test_compiled_passes_give_the_same():
     _assert_same(torch.float32, hidden, weight, teacher, labels, spec, mask, **options)
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["teacher", "top_k"])
-def test_one_graph_per_pass_serves_all_chunks(cached, monkeypatch):
+@pytest.mark.parametrize("kind", ["teacher", "logits", "top_k"])
+def test_one_graph_per_pass_serves_all_chunks(kind, monkeypatch):
     """Traced, which is where breaks and graphs are counted, and not translated, which takes long."""
     from torch._dynamo.utils import counters
 
@@ -388,16 +418,17 @@ def test_one_graph_per_pass_serves_all_chunks(cached, monkeypatch):
     monkeypatch.setattr(module, "_compiled_passes", lambda: passes)
     torch._dynamo.reset()
     counters.clear()
-    hidden, weight, target, labels = _inputs()
-    target = _top_k(target) if cached else target
+    hidden, weight, teacher, labels = _inputs()
+    target = _target(kind, teacher)
     counted = []
     # Two chunks, then five and six, whose last ones overlap.
     for chunk in (12, 5, 4):
         options = {"chunk_bytes": _chunks_of(chunk), "compiled": True}
         _assert_same(torch.float32, hidden, weight, target, labels, LossSpec(hard=0.5), torch.arange(N) != 4, **options)
         counted.append(counters["stats"]["unique_graphs"])
-    # Normalise and finish, or with cached targets three passes: once for the first length, once for any other.
-    assert counted == ([3, 6, 6] if cached else [2, 4, 4])
+    # Normalise and finish, or with cached targets three passes: once for the first length, once for any other. A chunk
+    # of given logits is not copied, and where it starts is one more thing that may differ.
+    assert counted == {"teacher": [2, 4, 4], "logits": [2, 6, 6], "top_k": [3, 6, 6]}[kind]
     assert not counters["graph_break"]
 
 
@@ -420,6 +451,8 @@ BAD: dict[str, tuple[dict, str]] = {
     "no labels": ({"spec": LossSpec(hard=0.5)}, "no labels"),
     "labels' shape": ({"labels": torch.zeros(5).long()}, r"labels is for tokens \(5,\), hidden for \(4,\)"),
     "teacher's tokens": ({"target": Teacher(torch.zeros(5, 3), torch.zeros(7, 3))}, "target.hidden is for tokens"),
+    "logits' tokens": ({"target": Logits(torch.zeros(5, 7))}, "target.logits is for tokens"),
+    "logits' vocabulary": ({"target": Logits(torch.zeros(4, 9))}, "the teacher has 9"),
     "teacher's size": ({"target": Teacher(torch.zeros(4, 2), torch.zeros(7, 3))}, "teacher's hidden size is 2"),
     "mask": ({"mask": torch.ones(4)}, "mask must be bool"),
     "dtype": ({"weight": torch.zeros(7, 3, dtype=torch.bfloat16)}, "student's hidden states are .*float32"),

@@ -1,4 +1,4 @@
-"""Distillation losses from hidden states, a chunk of tokens at a time: logits [tokens, vocabulary] never exist.
+"""Distillation losses from hidden states, a chunk of tokens at a time: logits [tokens, vocabulary] need not exist.
 
 With student p = softmax(z / T), teacher q = softmax(z' / T) and T the temperature, per token
 
@@ -67,6 +67,13 @@ class Teacher(NamedTuple):
     weight: Tensor
 
 
+class Logits(NamedTuple):
+    """Soft targets from a teacher's logits [..., V'], never differentiated: where they are there whole, because several
+    students share them or because the teacher's head is more than a product."""
+
+    logits: Tensor
+
+
 class TopK(NamedTuple):
     """Soft targets from a cache: distinct entries ``ids`` [..., k] and their log-probabilities [..., k].
 
@@ -99,7 +106,7 @@ def next_tokens(ids: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
-    target: Teacher | TopK | None = None,
+    target: Teacher | Logits | TopK | None = None,
     labels: Tensor | None = None,
     *,
     spec: LossSpec = LossSpec(),
@@ -157,6 +164,7 @@ class _Job(NamedTuple):
     vocabulary: int
     dtype: torch.dtype  # of the student's products
     teacher: Teacher | None
+    teacher_logits: Tensor | None
     top_k: TopK | None
     labels: Tensor | None
     valid: Tensor
@@ -171,7 +179,7 @@ class _Plan(NamedTuple):
 def _job(
     hidden: Tensor,
     weight: Tensor,
-    target: Teacher | TopK | None,
+    target: Teacher | Logits | TopK | None,
     labels: Tensor | None,
     spec: LossSpec,
     mask: Tensor | None,
@@ -189,6 +197,8 @@ def _job(
     expected = {"labels": labels, "mask": mask}
     if isinstance(target, Teacher):
         expected["target.hidden"] = target.hidden[..., 0]
+    elif isinstance(target, Logits):
+        expected["target.logits"] = target.logits[..., 0]
     elif target is not None:
         if spec.kind == "reverse_kl":
             raise ValueError("reverse_kl is infinite for a top-k target, which has entries of probability 0")
@@ -209,16 +219,19 @@ def _job(
         # A label to look up in every row: those that do not count are looked up and dropped.
         labels = labels.long().masked_fill(~valid, 0).flatten()
         _check_entries("labels", labels, vocabulary)
-    teacher = top_k = None
+    teacher = logits = top_k = None
     if isinstance(target, Teacher):
         teacher_dtype = _product_dtype("teacher", *target)
         states, head = (x.detach().to(teacher_dtype) for x in target)
         teacher = Teacher(states.flatten(0, -2), head[:vocabulary])
+    elif isinstance(target, Logits):
+        logits = target.logits.detach().flatten(0, -2)[:, :vocabulary]
     elif target is not None:
         ids = target.ids.long().masked_fill(~valid[..., None], 0)
         _check_entries("target.ids", ids, vocabulary)
         top_k = TopK(ids.flatten(0, -2), target.log_probs.detach().flatten(0, -2))
-    return _Job(spec, 1.0 if target is None else spec.hard, vocabulary, dtype, teacher, top_k, labels, valid.flatten())
+    hard = 1.0 if target is None else spec.hard
+    return _Job(spec, hard, vocabulary, dtype, teacher, logits, top_k, labels, valid.flatten())
 
 
 def _product_dtype(who: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -234,10 +247,12 @@ def _product_dtype(who: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _shared_vocabulary(weight: Tensor, target: Teacher | TopK | None, shared: int | None) -> int:
+def _shared_vocabulary(weight: Tensor, target: Teacher | Logits | TopK | None, shared: int | None) -> int:
     sizes = {"student": weight.shape[0]}
     if isinstance(target, Teacher):
         sizes["teacher"] = target.weight.shape[0]
+    elif isinstance(target, Logits):
+        sizes["teacher"] = target.logits.shape[-1]
     said = " and ".join(f"the {who} has {size}" for who, size in sizes.items())
     if shared is None:
         if len(set(sizes.values())) > 1:
@@ -313,8 +328,10 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
         # Zeros where nothing counts: a NaN there would pass through the product of the head's gradient.
         states = torch.where(valid[:, None], hidden[rows], 0).to(job.dtype)
         torch.mm(states, head.t(), out=logits)
-        if teacher_logits is not None:
+        if job.teacher is not None:
             torch.mm(job.teacher.hidden[rows], job.teacher.weight.t(), out=teacher_logits)
+        elif job.teacher_logits is not None:
+            teacher_logits = job.teacher_logits[rows]
         target = teacher_logits if job.top_k is None else job.top_k.log_probs[rows].clone()
         ids = None if job.top_k is None else job.top_k.ids[rows].clone()
         labels = None if job.labels is None else job.labels[rows].clone()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from affine_attn.distill.losses import CHUNK_BYTES, Teacher, TopK, chunk_size
+from affine_attn.distill.losses import CHUNK_BYTES, Logits, Teacher, TopK, chunk_size
 
 
 class Largest(NamedTuple):
@@ -57,6 +57,14 @@ def ask(teacher: PreTrainedModel, context: dict[str, Tensor]) -> Teacher:
     with torch.autocast(context["input_ids"].device.type, enabled=False):
         hidden = teacher.base_model(**context, use_cache=False).last_hidden_state
     return Teacher(hidden, teacher.get_output_embeddings().weight)
+
+
+@torch.no_grad()
+def logits(teacher: Teacher, out: Tensor | None = None) -> Logits:
+    """All of them at once, for several students; ``out`` [tokens, vocabulary] takes them."""
+    with torch.autocast(teacher.hidden.device.type, enabled=False):
+        product = torch.mm(teacher.hidden.flatten(0, -2), teacher.weight.T, out=out)
+    return Logits(product.view(*teacher.hidden.shape[:-1], -1))
 
 
 @torch.no_grad()
