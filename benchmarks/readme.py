@@ -21,6 +21,8 @@ def results() -> str:
         if plot.draw(rows, picture):
             parts.append(f"![training cost over context length]({picture.relative_to(ROOT)})")
         parts += tables(rows)
+        if any(map(_unsteady, rows)):
+            parts.append("~ unsteady: a fifth of the times were more than half as long again as another fifth.")
     return "\n\n".join(parts)
 
 
@@ -84,10 +86,15 @@ def _table(rows: list[Row], cell: Callable[[Row], str], extra: dict[str, dict[st
     heads = [*shapes, *extra]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for what in dict.fromkeys(row["what"] for row in rows):
-        cells = {row["shape"]: cell(row) for row in rows if row["what"] == what}
+        cells = {row["shape"]: cell(row) + _unsteady(row) for row in rows if row["what"] == what}
         columns = [cells.get(shape, "") for shape in shapes] + [column.get(what, "") for column in extra.values()]
         lines.append(f"| {what} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
+
+
+def _unsteady(row: Row) -> str:
+    """A mark for times of which no median says much."""
+    return " ~" if row["ms_p20"] and float(row["ms_p80"]) > 1.5 * float(row["ms_p20"]) else ""
 
 
 def _ratio_and_ms(row: Row) -> str:

@@ -45,14 +45,15 @@ def tables(measured: Path = MEASURED) -> str:
 
 
 def measured_row(name: str, recipe: Recipe, rows: list[Row]) -> Row | None:
-    """The measurement of a recipe: its shape is the recipe, its student or its size; distilling before pretraining."""
+    """The measurement of a recipe: its shape is the recipe, its student or its size; distilling before pretraining, and
+    text before random tokens."""
     shapes = {name, recipe.student, name.removeprefix("paper-")}
     fitting = [
         row
         for row in rows
         if row["shape"].lower() in shapes and row["what"] == recipe.attention and row.get("mfu") not in (None, "")
     ]
-    return min(fitting, key=lambda row: "distill" not in row["mode"], default=None)
+    return min(fitting, key=lambda row: ("distill" not in row["mode"], "text" not in row["mode"]), default=None)
 
 
 def _size(name: str, recipe: Recipe, rows: list[Row]) -> list[str]:

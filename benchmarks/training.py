@@ -29,7 +29,7 @@ from affine_attn.distill.estimate import PEAKS, flops_per_token, size, teacher_c
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
-from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.measure import summary
 from affine_attn.models import AffineAttnForCausalLM, preset
@@ -111,8 +111,8 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
         rows.append({
             "shape": recipe.student, "what": recipe.attention, "engine": "DistillTrainer",
             "mode": f"{'pretraining' if recipe.teacher is None else f'distillation from {recipe.teacher}'}, "
-            f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}"
-            + (f", text from step {options.warm_up} on" if options.data else ""),
+            f"{options.accumulation} x {recipe.micro_batch} sequences of {recipe.sequence_length}, "
+            f"{'text' if options.data else 'random tokens'} after {options.warm_up} steps",
             "ms_p20": f"{timing.p20:.1f}", "ms_p50": f"{timing.p50:.1f}", "ms_p80": f"{timing.p80:.1f}",
             "ratio": f"{timing.ratio:.4f}", "baseline": baseline, "tokens_per_second": f"{rate:.0f}",
             "tflops": f"{rate * flops / 1e12:.1f}", "mfu": "" if peak is None else f"{rate * flops / peak:.4f}",
@@ -123,12 +123,15 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
 
 def trained(recipe: Recipe, device: torch.device, data: str | None, warm_up: int) -> tuple[float, float]:
     """Milliseconds of a step after the warm-up, and the peak of memory."""
+    vocabulary = recipe.student_config.vocab_size
     # What a trainer takes of shards is their sequences and their length.
-    dataset: Any = RandomTokens(
-        recipe.steps * recipe.global_batch, recipe.sequence_length, recipe.student_config.vocab_size
-    )
-    if data is not None:
+    dataset: Any
+    if data is None:
+        dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, vocabulary)
+    else:
         dataset = TokenShards(data, recipe.sequence_length, documents=False)
+        if (found := read_manifest(data)["vocab_size"]) > vocabulary:
+            raise SystemExit(f"{data} has {found} token ids, {recipe.student} only {vocabulary}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):

@@ -1,7 +1,6 @@
 """Groups one after the other, until the time is up."""
 
 import gc
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from transformers.utils import logging
 
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.environment import environment
-from affine_attn.distill.estimate import duration
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.teacher import frozen
@@ -36,11 +34,8 @@ def carry_out(groups: Sequence[Group], output: Path, deadline: float, commit: st
         raise ValueError("git cannot be asked for the commit of this code: give --commit")
     for group in groups:
         seeded = about | {"commit": commit, "seed": group.recipe.seed, "data_seed": group.recipe.seed}
-        begin = time.perf_counter()
-        print(f"{group.name}: {len(group.students)} students", flush=True)
         if not train(group, teacher, output / group.name, deadline, seeded):
             return False
-        print(f"{group.name}: finished in {duration(time.perf_counter() - begin)}", flush=True)
         # Compiled models are cycles, which reference counts do not end, and the next group needs their room.
         gc.collect()
         torch.cuda.empty_cache()

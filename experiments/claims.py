@@ -68,9 +68,7 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
     rows = []
     for claim in CLAIMS:
         for rate, values, baseline in _pairs(claim, runs):
-            # Losses are compared across rates too, so one floor holds for all of them; gradients are each rate's own.
-            at = None if claim.value is _loss else rate
-            floor = None if claim.floor is None else noise_floor(noise, claim.floor, at)
+            floor = None if claim.floor is None else noise_floor(noise, claim.floor, rate)
             difference = paired(values, baseline).difference
             about: Row = {
                 "what": claim.of,

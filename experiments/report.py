@@ -50,8 +50,9 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     document.write_text(rewrite(document.read_text(), parts))
     yield document
     short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), is_noise)
-    loss, log_variance = (tables.noise_floor(floor, name) for name in ("kd_difference", "log_variance_difference"))
-    known = f"{_number(loss)} in loss, a factor of {_number(math.exp(log_variance))} in gradient variance"
+    loss = tables.noise_floor(floor, "kd_difference")
+    variance = math.exp(tables.noise_floor(floor, "log_variance_difference", grid.PAPER_RATE))
+    known = f"{_number(loss)} in loss, a factor of {_number(variance)} in gradient variance"
     short += f"\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
     yield readme
@@ -63,7 +64,7 @@ def noise_by_column(noise: Sequence[Row]) -> dict[str, Callable[[Row, str], bool
     """Whether a row's value in a column is no larger than its noise floor; columns that have none are not there."""
 
     def of_loss(row: Row, name: str) -> bool:
-        return abs(row[name]) <= tables.noise_floor(noise, "kd_difference")
+        return abs(row[name]) <= tables.noise_floor(noise, "kd_difference", row.get("lr"))
 
     def of_variance(row: Row, name: str) -> bool:
         rate = grid.PAPER_RATE if name == tables.STEADINESS else row["lr"]

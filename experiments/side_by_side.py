@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from affine_attn.distill.data import sequences
-from affine_attn.distill.estimate import Size, size_of
+from affine_attn.distill.estimate import Size, duration, size_of
 from affine_attn.distill.losses import Logits, chunked_loss
 from affine_attn.distill.progress import token_progress
 from affine_attn.distill.recipes import Recipe
@@ -44,12 +44,14 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         return True
     if time.monotonic() > deadline:
         return False
+    begin = time.perf_counter()
+    print(f"{group.name}: {len(waiting)} of {len(group.students)} students to train", flush=True)
     learners = [Learner(student, recipe, device) for student in waiting]
     seconds, speeds, step = _resume(folder / _CHECKPOINT, learners)
     text = sequences(recipe)
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
-    first, batch_tokens = step, recipe.global_batch * recipe.sequence_length
+    tokens, batch_tokens = 0, recipe.global_batch * recipe.sequence_length
     # Logits of every batch lie in the memory of the first.
     target: Logits | None = None
     memory: Tensor | None = None
@@ -60,7 +62,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
             if recipe.statistics_steps and step % recipe.statistics_steps < LOOK_STEPS:
                 for learner in going:
                     learner.watch(few)
-            begin, before = time.perf_counter(), step
+            start, before = time.perf_counter(), step
             for batch in islice(batches, LOOK_STEPS):
                 if teacher is not None:
                     target = logits(ask(teacher, context(batch)), out=memory)
@@ -70,10 +72,11 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
                 step += 1
             for learner in going:
                 learner.look()
-            took = time.perf_counter() - begin
+            took = time.perf_counter() - start
             seconds += took
             speeds.append((step - before) * batch_tokens / took)
-            progress.update(task, completed=step, tokens=(step - first) * batch_tokens * len(learners))
+            tokens += (step - before) * batch_tokens * len(going)
+            progress.update(task, completed=step, tokens=tokens)
             late = time.monotonic() > deadline
             if step < recipe.steps and (late or step % recipe.save_steps < LOOK_STEPS):
                 _save(folder / _CHECKPOINT, learners, seconds, speeds, step)
@@ -103,6 +106,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         # Last: a folder with a result is a finished run.
         runs.write_result(own, group, learner, measured, speed, environment)
     (folder / _CHECKPOINT).unlink(missing_ok=True)
+    print(f"{group.name}: finished after {duration(time.perf_counter() - begin)}", flush=True)
     return True
 
 

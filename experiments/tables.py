@@ -185,8 +185,12 @@ def noise(runs: Sequence[Run]) -> list[Row]:
 
 
 def noise_floor(noise: Sequence[Row], column: str, rate: float | str | None = None) -> float:
-    """The largest difference of a run to its repetition, at this rate where there is one; NaN: not known."""
-    at_rate = [row[column] for row in noise if row["lr"] == rate]
+    """The largest difference of a run to its repetition; NaN: not known.
+
+    Of gradients at this rate, where one was repeated there. Losses are compared across rates too, so of them the
+    largest holds for all.
+    """
+    at_rate = [row[column] for row in noise if row["lr"] == rate and column != "kd_difference"]
     return max(at_rate or (row[column] for row in noise), default=math.nan)
 
 

@@ -1,5 +1,6 @@
 """The benchmark: what it lists, what it refuses to time, and what it makes of its rows."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from affine_attn.measure import side_by_side
 from benchmarks import generation, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
+from tests.tiny_runs import counting_shards
 
 CPU = torch.device("cpu")
 TINY = Shape(2, 4, 2, 32, 32, 16)
@@ -151,3 +153,17 @@ def test_training_times_every_attention(tmp_path):
     assert [row["what"] for row in rows] == ["softmax", "affine"] * 2
     assert [row["mode"].split(",")[0] for row in rows] == ["pretraining"] * 2 + ["distillation from nano"] * 2
     assert all(float(row["tokens_per_second"]) > 0 and not row["mfu"] for row in rows)
+
+
+def test_training_on_text_has_rows_of_its_own(tmp_path):
+    data, output = counting_shards(tmp_path), tmp_path / "x.csv"
+    small = ["--student", "nano", "--teacher", "none", "--sequence-length", "8", "--micro-batch", "1", "--no-compile"]
+    few = [*small, "--attention", "affine", "--warm-up", "1", "--steps", "2", "--rounds", "1", "--output", str(output)]
+    for more in ([], ["--data", str(data)]):
+        training.main([*few, *more])
+    modes = [row["mode"].split(", ")[-1] for row in record.read(output)]
+    assert modes == ["random tokens after 1 steps", "text after 1 steps"]
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 10**6}))
+    with pytest.raises(SystemExit, match="has 1000000 token ids, nano only"):
+        training.main([*few, "--data", str(data)])

@@ -120,6 +120,12 @@ def test_a_bfloat16_layer_runs_and_keeps_its_dtype(name):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("shape", [(2, 0, DIM), (0, 3, DIM)])
+@pytest.mark.parametrize("name", ["softmax", "affine_gated", "gated_headwise"])
+def test_no_tokens_are_an_empty_output(name, shape):
+    assert _layer(SPECS[name])(torch.randn(shape)).shape == shape
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("name", SPECS)

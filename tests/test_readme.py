@@ -176,8 +176,9 @@ def test_scaling_takes_what_was_measured_and_says_what_was_not(tmp_path):
     columns = ("shape", "what", "mode", "mfu", "device")
     rows = [
         ("1B", "softmax", "distillation", "0.9", "GPU"),
-        ("1B", "affine", "pretraining", "0.8", "GPU"),
-        ("1B", "affine", "distillation", "0.5", "GPU"),
+        ("1B", "affine", "pretraining text", "0.8", "GPU"),
+        ("1B", "affine", "distillation random", "0.7", "GPU"),
+        ("1B", "affine", "distillation text", "0.5", "GPU"),
         ("qwen1.5-0.5b", "affine", "pretraining", "", "GPU"),
     ]
     lines = [",".join(row) for row in (columns, *rows)]

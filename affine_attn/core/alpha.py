@@ -46,7 +46,7 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         # A head's tokens lie side by side, as in alpha: what follows then reads and writes memory in one order.
-        return torch.mm(w, x.flatten(0, -2).t(), out_dtype=torch.float32).t().view(*x.shape[:-1], -1)
+        return torch.mm(w, x.flatten(0, -2).t(), out_dtype=torch.float32).t().view(*x.shape[:-1], len(w))
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]

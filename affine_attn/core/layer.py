@@ -110,12 +110,10 @@ class AttentionLayer(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, D], k and v [B, Hkv, T, D], normed but not rotated."""
-        # Not unflatten: torch.compile cannot trace it under torch.set_default_device, and cuts the graph there.
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        v = self.v_proj(x).view(shape)
+        v = _split(self.v_proj(x), self.head_dim)
         # Autocast on CUDA returns norms in fp32; q, k and v share a dtype.
-        q = self.q_norm(self.q_proj(x).view(shape)).to(v.dtype)
-        k = self.k_norm(self.k_proj(x).view(shape)).to(v.dtype)
+        q = self.q_norm(_split(self.q_proj(x), self.head_dim)).to(v.dtype)
+        k = self.k_norm(_split(self.k_proj(x), self.head_dim)).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
@@ -131,7 +129,8 @@ class AttentionLayer(nn.Module):
         if self.gate is not None and self.attn_gate is not None:
             activation = GATES[self.gate].activation
             # The heads of q, not of the spec: under tensor parallelism a rank has only its own.
-            gate = activation(self.attn_gate(x)).view(*x.shape[:-1], q.shape[1], -1).transpose(1, 2)
+            gate = activation(self.attn_gate(x))
+            gate = _split(gate, gate.shape[-1] // q.shape[1]).transpose(1, 2)
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
         sink = self.sinks if self.sink == "learned" else self.sink
@@ -139,3 +138,9 @@ class AttentionLayer(nn.Module):
             "q": q, "k": k, "v": v, "mask": mask, "logit": self.logit,
             "sink": sink, "alpha": alpha, "beta": beta, "gate": gate,
         }  # fmt: skip
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """The last dimension in pieces of that size: unflatten, which torch.compile cannot trace while a default device is
+    set. It would cut the graph there."""
+    return x.view(*x.shape[:-1], x.shape[-1] // size, size)
