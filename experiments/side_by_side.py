@@ -106,7 +106,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         # Last: a folder with a result is a finished run.
         runs.write_result(own, group, learner, measured, speed, environment)
     (folder / _CHECKPOINT).unlink(missing_ok=True)
-    print(f"{group.name}: finished after {duration(time.perf_counter() - begin)}", flush=True)
+    took = duration(time.perf_counter() - begin)
+    print(f"{group.name}: finished after {took}, {duration(seconds)} of training", flush=True)
     return True
 
 
