@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="decoder layers as they are")
     parser.add_argument("--output", type=Path, help="CSV to update")
     options = parser.parse_args(arguments)
+    if options.data is not None:
+        _require_text(options.data, options.student)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.output or record.RESULTS / "training" / record.results_path(device).name
     machine = record.provenance(device)
@@ -82,6 +84,15 @@ def main(arguments: list[str] | None = None) -> None:
         # After every group: an interrupted run keeps what it measured.
         old = record.read(path) if path.exists() else []
         record.write(path, record.merged(old, [row | machine for row in rows]))
+
+
+def _require_text(data: str, student: str) -> None:
+    try:
+        found = read_manifest(data)["vocab_size"]
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if found > (known := preset(student, "softmax").vocab_size):
+        raise SystemExit(f"{data} has {found} token ids, {student} only {known}")
 
 
 def recipe_of(options: argparse.Namespace, attention: str, teacher: str | None) -> Recipe:
@@ -123,15 +134,13 @@ def timed(recipes: list[Recipe], options: argparse.Namespace, device: torch.devi
 
 def trained(recipe: Recipe, device: torch.device, data: str | None, warm_up: int) -> tuple[float, float]:
     """Milliseconds of a step after the warm-up, and the peak of memory."""
-    vocabulary = recipe.student_config.vocab_size
     # What a trainer takes of shards is their sequences and their length.
     dataset: Any
     if data is None:
+        vocabulary = recipe.student_config.vocab_size
         dataset = RandomTokens(recipe.steps * recipe.global_batch, recipe.sequence_length, vocabulary)
     else:
         dataset = TokenShards(data, recipe.sequence_length, documents=False)
-        if (found := read_manifest(data)["vocab_size"]) > vocabulary:
-            raise SystemExit(f"{data} has {found} token ids, {recipe.student} only {vocabulary}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):

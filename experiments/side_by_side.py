@@ -52,9 +52,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
     tokens, batch_tokens = 0, recipe.global_batch * recipe.sequence_length
-    # Logits of every batch lie in the memory of the first.
     target: Logits | None = None
-    memory: Tensor | None = None
     with room_for_graphs(), token_progress(Console(stderr=True)) as progress:
         task = progress.add_task("", total=recipe.steps, completed=step, tokens=0)
         batches = batches_of(recipe, text, step, device)
@@ -65,8 +63,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
             start, before = time.perf_counter(), step
             for batch in islice(batches, LOOK_STEPS):
                 if teacher is not None:
-                    target = logits(ask(teacher, context(batch)), out=memory)
-                    memory = target.logits.flatten(0, -2)
+                    # Where those of the first batch were: see Learner.step.
+                    target = logits(ask(teacher, context(batch)), instead_of=target)
                 for learner in going:
                     learner.step(batch, target)
                 step += 1

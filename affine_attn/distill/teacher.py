@@ -60,8 +60,9 @@ def ask(teacher: PreTrainedModel, context: dict[str, Tensor]) -> Teacher:
 
 
 @torch.no_grad()
-def logits(teacher: Teacher, out: Tensor | None = None) -> Logits:
-    """All of them at once, for several students; ``out`` [tokens, vocabulary] takes them."""
+def logits(teacher: Teacher, instead_of: Logits | None = None) -> Logits:
+    """All of them at once, for several students; in the memory of ``instead_of``, where it is given."""
+    out = None if instead_of is None else instead_of.logits.flatten(0, -2)
     with torch.autocast(teacher.hidden.device.type, enabled=False):
         product = torch.mm(teacher.hidden.flatten(0, -2), teacher.weight.T, out=out)
     return Logits(product.view(*teacher.hidden.shape[:-1], -1))
