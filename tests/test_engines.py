@@ -75,7 +75,7 @@ CUDA_CASES += [
     Case(name, SPECS[name], shape, MASKS[mask], dtype)
     for name in ("affine", "sink+affine+gate", "scale_invariant+sink+affine+headwise")
     for mask in ("causal", "window7", "documents", "documents_interleaved", "left_padding")
-    for shape in (Shape(2, 4, 2, 700, 700, 64), Shape(1, 6, 1, 300, 900, 128))
+    for shape in (Shape(2, 4, 2, 1100, 1100, 64), Shape(1, 6, 1, 300, 900, 128))
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
 

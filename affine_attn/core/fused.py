@@ -3,9 +3,11 @@
 Forward: one small kernel sums the values before each segment, one kernel writes y. Backward: where a row factor r
 (alpha, a headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock
 backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them;
-a negative r flips the sign of its dy rows in place for the duration of the stock backward. The gradients of the stages
-themselves need nothing of it, so their kernel runs on a second stream and fills the multiprocessors that the stock
-backward leaves idle towards its end; only what dv wants is added afterwards.
+a negative r flips the sign of its dy rows in place for the duration of the stock backward.
+
+The sums of the values and the gradients of the stages themselves need nothing of the attention, so their kernels run on
+a second stream and fill the multiprocessors that the stock kernels leave idle towards their end; only what dv wants is
+added afterwards.
 """
 
 import functools
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from affine_attn.core import visible_sums
 from affine_attn.core.call import Call
-from affine_attn.core.epilogue import AttentionBackward
+from affine_attn.core.epilogue import Attention, AttentionBackward
 from affine_attn.core.ops import Gradients, Output
 
 _RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
@@ -62,6 +64,12 @@ _ROWS = 1024
 _BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
 # Numbers of dv that a program adds to.
 _DV_ELEMENTS = 2048
+# From so many queries on, a second stream is worth its launches.
+_LONG = 1024
+# Cycles that the second stream waits, so that the stock kernel has taken its multiprocessors before ours ask for any:
+# in the forward, and in the backward per element of q. There the products of do and o come first, and beside a kernel
+# that moves as much memory as ours nothing is gained.
+_FORWARD_LEAD, _BACKWARD_LEAD = 1_000, 0.003
 
 
 def _triton_problem() -> str | None:
@@ -164,15 +172,22 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def finish(call: Call, o: Tensor, z: Tensor) -> Output:
-    """Stages 2 to 4 on a fresh (o, z), which may be overwritten."""
+def finish(call: Call, attention: Attention) -> Output:
+    """Stages 2 to 4 on the (o, z) of the attention, which are overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
+        o, z = attention()
         return Output(o, o.new_empty(0), z, z.new_empty(0))
     plan = _plan(call)
+    if plan.sums in (_RUNNING, _WHOLE):
+        sums, beside = _new_value_sums(call, plan), _fork(call, _FORWARD_LEAD)
+        o, z = attention()
+        with beside:
+            _sum_values(call, plan, sums)
+    else:
+        sums, (o, z) = None, attention()
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    sums = _value_sums(call, plan) if plan.sums in (_RUNNING, _WHOLE) else None
     before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
@@ -200,7 +215,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
         dq, dk, dv = attention_backward(rows.do, o, output.saved_lse)
     else:
         _negate_rows(call, rows.plan, dy)
-        beside = _fork(dy.device)
+        beside = _fork(call, int(_BACKWARD_LEAD * call.q.numel()))
         dq, dk, dv = attention_backward(dy, o, output.saved_lse)
         with beside:
             rows.launch()
@@ -308,18 +323,21 @@ def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
     )  # fmt: skip
 
 
-def _fork(device: torch.device) -> AbstractContextManager:
-    """Launches inside it may run beside what the current stream gets between this call and the context's end."""
-    if device.type != "cuda":
+def _fork(call: Call, lead: int) -> AbstractContextManager:
+    """Launches inside it may run beside what the current stream gets between this call and the context's end, but not
+    in the first ``lead`` cycles."""
+    device = call.q.device
+    if device.type != "cuda" or call.tq < _LONG:
         return nullcontext()
-    return _beside(torch.cuda.current_stream(device), torch.cuda.current_stream(device).record_event())
+    return _beside(torch.cuda.current_stream(device), torch.cuda.current_stream(device).record_event(), lead)
 
 
 @contextmanager
-def _beside(main: torch.cuda.Stream, start: Any) -> Iterator[None]:
+def _beside(main: torch.cuda.Stream, start: Any, lead: int) -> Iterator[None]:
     side = _side_stream(main.device)
     side.wait_event(start)
     with torch.cuda.stream(side):
+        torch.cuda._sleep(lead)
         yield
     main.wait_stream(side)
 
@@ -341,16 +359,19 @@ def fake_sums(call: Call) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _value_sums(call: Call, plan: _Plan) -> Tensor:
-    batch, kv_heads, keys, head_dim = call.v.shape
+def _new_value_sums(call: Call, plan: _Plan) -> Tensor:
+    batch, kv_heads = call.v.shape[:2]
     shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
-    sums = torch.empty(shape, dtype=torch.float32, device=call.v.device)
+    return torch.empty(shape, dtype=torch.float32, device=call.v.device)
+
+
+def _sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
+    batch, kv_heads, keys, head_dim = call.v.shape
     columns = min(_VALUE_COLUMNS, plan.d)
     _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
         call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
         plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
     )  # fmt: skip
-    return sums
 
 
 def _sink_kind(sink: Tensor | float | None) -> int:

@@ -27,8 +27,11 @@ def compose(name: str, attend: Attention, attend_backward: EngineBackward, look_
     """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for."""
 
     def forward(call: Call) -> Output:
-        o, z = attend(row_scaled(call))
-        output = _stages(call).finish(call, _like_q(o, call), z.contiguous())
+        def attention() -> tuple[Tensor, Tensor]:
+            o, z = attend(row_scaled(call))
+            return _like_q(o, call), z.contiguous()
+
+        output = _stages(call).finish(call, attention)
         return output._replace(y=_like_q(output.y, call))
 
     def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
