@@ -120,7 +120,8 @@ def _decode_builds(queries: int, target: Target) -> Iterator[Build]:
     rows = _meta(2, 6, queries)
     mask = Mask(lengths=_meta(2, dtype=torch.int64))
     call = checked_call(q, k, k, mask, None, ScaleInvariant(), rows, rows, rows, q)
-    return _planned(decode_kernels, decode.launches(call, torch.empty_like(q)))
+    for build in _planned(decode_kernels, decode.launches(call, torch.empty_like(q))):
+        yield build._replace(constants=build.constants | {"EARLY": target.capability >= 90})
 
 
 def _visible_sums_builds(transposed: bool, restricted: bool, target: Target) -> Iterator[Build]:

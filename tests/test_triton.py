@@ -169,7 +169,9 @@ CACHES = {"full": (None, None), "lengths": ([50, 37, 2], None), "lengths_window"
 @interpreted
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "affine", "scale_invariant", "alibi", "logn"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "off_by_one", "sink+affine+gate", "affine", "scale_invariant", "alibi", "logn"]
+)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decoding_over_a_cache(name, cache, queries, splits):
     lengths, window = CACHES[cache]

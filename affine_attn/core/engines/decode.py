@@ -64,11 +64,8 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
     q, k, v = call.q, call.k, call.v
     padding = None if mask.padding is None else _dense(mask.padding).view(torch.uint8)
     documents, lengths = (None if x is None else _dense(x) for x in (mask.documents, mask.lengths))
-    sink = call.sink
+    sink, constant = (call.sink, None) if isinstance(call.sink, Tensor) else (None, call.sink)
     if sink is not None:
-        if not isinstance(sink, Tensor):
-            # Filled on the device: a copy from the host would wait for it.
-            sink = torch.full((heads,), sink, dtype=torch.float32, device=q.device)
         sink = (sink[None, :, None] if sink.ndim == 1 else sink).expand(batch, heads, queries)
     gate = None if call.gate is None else call.gate.expand(batch, heads, queries, dim)
     rows = (group + (call.beta is not None)) * queries
@@ -87,10 +84,10 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
         acc = torch.empty(batch, kv_heads, rows, splits, dim, dtype=torch.float32, device=q.device)
         top, total = torch.empty(2, batch, kv_heads, rows, splits, dtype=torch.float32, device=q.device)
     shared = {
-        "p_sink": sink, "p_alpha": call.alpha, "p_beta": call.beta, "p_gate": gate, "p_y": y,
+        "p_sink": sink, "constant_sink": constant, "p_alpha": call.alpha, "p_beta": call.beta, "p_gate": gate, "p_y": y,
         "p_acc": acc, "p_m": top, "p_l": total, "p_lengths": lengths, "TK": keys, "window": mask.window or 0,
         "splits": splits, "HAS_WINDOW": mask.window is not None, "KV_HEADS": kv_heads, "GROUP": group, "TQ": queries,
-        "D": dim, "BLOCK_N": block_n, "BLOCK_D": block_d,
+        "D": dim, "BLOCK_N": block_n, "BLOCK_D": block_d, **_early(q.device),
         **_strides(sink, "s", "bhi"), **_strides(call.alpha, "a", "bhi"), **_strides(call.beta, "b", "bhi"),
         **_strides(gate, "g", "bhid"), **_strides(y, "y", "bhi"),
     }  # fmt: skip
@@ -149,6 +146,14 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
 def _multiprocessors(device: torch.device) -> int:
     # The interpreter and ahead-of-time runs plan as on an H200.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.cache
+def _early(device: torch.device) -> dict[str, bool]:
+    """Launched while the kernel before it ends, from Hopper on: a step of decoding is short enough to notice."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 def _strides(x: Tensor | None, name: str, axes: str) -> dict[str, int]:

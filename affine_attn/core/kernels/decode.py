@@ -24,10 +24,12 @@ Legend
     length: filled key slots of this batch row; query i sits at slot length - TQ + i
     scores and m are in units of log2 (exp2 is the hardware instruction); sink stays a natural log
     LOGIT: 0 plain, 1 ScaleInvariant(tau), 2 Alibi
+    EARLY: launched before the kernel it depends on has ended; nothing is read before gdc_wait()
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -58,9 +60,12 @@ def visible_range(length, window, splits, TQ: tl.constexpr, HAS_WINDOW: tl.const
 
 
 @triton.jit
-def apply_logit(b_x, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT: tl.constexpr):
+def apply_logit(b_x, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT: tl.constexpr, TQ: tl.constexpr):
     """Stage 1 in log2 units: b_x = scale * log2(e) * q.k -> scores. Zero-query rows keep score 0."""
-    # [BLOCK_M, BLOCK_N]; keys after the query are masked later, the clamp only keeps the log defined
+    if TQ == 1:
+        # the rows of a tile are one query, and log and sqrt are too slow to take for each of them
+        o_slot = tl.max(o_slot, 0, keep_dims=True)
+    # [BLOCK_M or 1, BLOCK_N]; keys after the query are masked later, the clamp only keeps the log defined
     b_t = tl.maximum(o_slot[:, None] - o_n[None, :], 0).to(tl.float32)
     if LOGIT == 1:
         # a = sqrt(1 + 2 log(1 + t/tau)), s = a x - 2 log(1 + t/tau)
@@ -80,7 +85,7 @@ def attend_tile(
     start, stop, stride_kn, stride_vn,
     o_slot, b_document, b_slope, m_query_head,
     scale_log2, inverse_tau, window,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TQ: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LOGIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into the online softmax. MASKED=False promises: every row sees every key."""
@@ -126,7 +131,7 @@ def attend_tile(
     # [BLOCK_M, BLOCK_N]; tf32x3 concerns fp32 inputs only: nearly fp32 precision, where plain fp32 spills
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3") * scale_log2
     if LOGIT != 0:
-        b_s = apply_logit(b_s, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT)
+        b_s = apply_logit(b_s, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT, TQ)
     if MASKED:
         b_s = tl.where(m_visible, b_s, float("-inf"))
 
@@ -146,7 +151,7 @@ def attend_tile(
 @triton.jit
 def finish_rows(
     b_acc, b_m, b_l, b_u, batch, o_h, o_i, m_row,
-    p_sink, p_alpha, p_beta, p_gate, p_y,
+    p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -160,10 +165,14 @@ def finish_rows(
     b_l = tl.where(m_empty, 1.0, b_l)
     # alpha * sigmoid(z - sink) / l, one factor per row
     b_factor = 1.0 / b_l
-    if p_sink is not None:
-        b_sink = tl.load(p_sink + batch * stride_sb + o_h * stride_sh + o_i * stride_si, mask=m_row, other=0.0)
+    if p_sink is not None or constant_sink is not None:
         b_z_log2 = tl.where(m_empty, 0.0, b_m + tl.log2(b_l))
-        b_factor = b_factor / (1.0 + tl.exp2(b_sink.to(tl.float32) * LOG2_E - b_z_log2))
+        if p_sink is not None:
+            b_sink = tl.load(p_sink + batch * stride_sb + o_h * stride_sh + o_i * stride_si, mask=m_row, other=0.0)
+            b_sink = b_sink.to(tl.float32)
+        else:
+            b_sink = constant_sink
+        b_factor = b_factor / (1.0 + tl.exp2(b_sink * LOG2_E - b_z_log2))
     if p_alpha is not None:
         b_alpha = tl.load(p_alpha + batch * stride_ab + o_h * stride_ah + o_i * stride_ai, mask=m_row, other=0.0)
         b_factor = b_factor * b_alpha.to(tl.float32)
@@ -185,14 +194,14 @@ def finish_rows(
 def decode_split_kernel(
     p_q, p_k, p_v, p_lengths, p_padding, p_documents,
     p_acc, p_m, p_l,
-    p_sink, p_alpha, p_beta, p_gate, p_y,
+    p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
     TK, window, splits, scale_log2, inverse_tau,
     stride_qb, stride_qh, stride_qi, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_padding_b, stride_documents_b,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr,
-    LOGIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FUSED: tl.constexpr,
+    LOGIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FUSED: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """grid (KV_HEADS * row blocks, splits, batch): one range of keys for one block of rows.
@@ -204,6 +213,11 @@ def decode_split_kernel(
     ROWS: tl.constexpr = (GROUP + 1) * TQ if USE_BETA else GROUP * TQ
     # with these masks any tile may have holes; otherwise only the tiles at the end need a mask
     MASK_ALL: tl.constexpr = (p_padding is not None) or (p_documents is not None) or (HAS_WINDOW and TQ > 1)
+    if EARLY:
+        gdc_wait()
+        if not FUSED:
+            # the combine may wait on the multiprocessors that have nothing left to start
+            gdc_launch_dependents()
 
     kv_head = tl.program_id(0) % KV_HEADS
     row_block = tl.program_id(0) // KV_HEADS
@@ -260,14 +274,14 @@ def decode_split_kernel(
             b_acc, b_m, b_l = attend_tile(
                 b_q, b_acc, b_m, b_l, p_k, p_v, p_padding, p_documents,
                 tile_start, stop, stride_kn, stride_vn, o_slot, b_document, b_slope, m_query_head,
-                scale_log2, inverse_tau, window, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=False,
+                scale_log2, inverse_tau, window, TQ, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=False,
             )  # fmt: skip
     # a tail of one or two tiles gains nothing from a pipeline
     for tile_start in tl.range(masked_start, stop, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         b_acc, b_m, b_l = attend_tile(
             b_q, b_acc, b_m, b_l, p_k, p_v, p_padding, p_documents,
             tile_start, stop, stride_kn, stride_vn, o_slot, b_document, b_slope, m_query_head,
-            scale_log2, inverse_tau, window, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=True,
+            scale_log2, inverse_tau, window, TQ, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=True,
         )  # fmt: skip
 
     if FUSED:
@@ -276,8 +290,8 @@ def decode_split_kernel(
             # row r takes the accumulator of the zero head for its own query
             b_u = tl.gather(b_acc, tl.broadcast_to((GROUP * TQ + o_i)[:, None], [BLOCK_M, BLOCK_D]), 0)
         finish_rows(
-            b_acc, b_m, b_l, b_u, batch, o_h, o_i, m_query_head, p_sink, p_alpha, p_beta, p_gate, p_y,
-            stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
+            b_acc, b_m, b_l, b_u, batch, o_h, o_i, m_query_head, p_sink, constant_sink, p_alpha, p_beta, p_gate,
+            p_y, stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
             stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, D, BLOCK_D,
         )  # fmt: skip
     else:
@@ -292,12 +306,12 @@ def decode_split_kernel(
 @triton.jit(do_not_specialize=["TK", "window", "splits"])
 def decode_combine_kernel(
     p_acc, p_m, p_l, p_lengths,
-    p_sink, p_alpha, p_beta, p_gate, p_y,
+    p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
     TK, window, splits,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """grid (H * TQ, batch): merge the splits of one query row, then stages 2 to 4. BLOCK_N as in the split kernel."""
     USE_BETA: tl.constexpr = p_beta is not None
@@ -311,6 +325,8 @@ def decode_combine_kernel(
     o_partial = (first_row + (head % GROUP) * TQ + query) * splits
     o_partial_zero = (first_row + GROUP * TQ + query) * splits
 
+    if EARLY:
+        gdc_wait()
     length = row_length(p_lengths, batch, TK)
     _, _, used = visible_range(length, window, splits, TQ, HAS_WINDOW, BLOCK_N)
 
@@ -344,7 +360,8 @@ def decode_combine_kernel(
 
     o_one = tl.arange(0, 1)
     finish_rows(
-        b_acc, b_m, b_l, b_u, batch, head + o_one, query + o_one, o_one == 0, p_sink, p_alpha, p_beta, p_gate, p_y,
+        b_acc, b_m, b_l, b_u, batch, head + o_one, query + o_one, o_one == 0,
+        p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
         stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
         stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, D, BLOCK_D,
     )  # fmt: skip
