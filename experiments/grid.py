@@ -151,8 +151,8 @@ def groups(recipe: Recipe) -> list[Group]:
 
 
 def place(name: str) -> int:
-    """Of a variant in tables: those of table A in the paper's order, others after them."""
-    order = (*CORE, *OTHERS)
+    """Of a variant in tables: those of table A in the paper's order, then those of C and D, others after them."""
+    order = (*CORE, *OTHERS, *(student.variant for student in (*ablations(2), *distances(2))))
     return order.index(name) if name in order else len(order)
 
 

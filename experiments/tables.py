@@ -134,7 +134,7 @@ def table_c(runs: Iterable[Run]) -> list[Row]:
         for run in chosen
         if run.result
     ]
-    return sorted(rows, key=lambda row: (row["variant"] != "affine", row["variant"], row["seed"]))
+    return sorted(rows, key=lambda row: row["variant"] != "affine")
 
 
 def table_d(runs: Iterable[Run]) -> list[Row]:
