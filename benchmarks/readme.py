@@ -6,7 +6,7 @@
 import re
 from collections.abc import Callable
 
-from affine_attn.core.variants import variants_table
+from affine_attn.core.variants import VARIANTS, variants_table
 from benchmarks import plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 
@@ -85,11 +85,18 @@ def _table(rows: list[Row], cell: Callable[[Row], str], extra: dict[str, dict[st
     shapes, extra = list(dict.fromkeys(row["shape"] for row in rows)), extra or {}
     heads = [*shapes, *extra]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    for what in dict.fromkeys(row["what"] for row in rows):
+    for what in sorted(dict.fromkeys(row["what"] for row in rows), key=_place):
         cells = {row["shape"]: cell(row) + _unsteady(row) for row in rows if row["what"] == what}
         columns = [cells.get(shape, "") for shape in shapes] + [column.get(what, "") for column in extra.values()]
         lines.append(f"| {what} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
+
+
+def _place(what: str) -> int:
+    """Stock attention, variants in their own order, then what they are compared with; a file has them as they came."""
+    if what.startswith(("plain", "transformers")):
+        return -1
+    return list(VARIANTS).index(what) if what in VARIANTS else len(VARIANTS)
 
 
 def _unsteady(row: Row) -> str:
