@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# The queue of a stream holds about a thousand launches: a turn of so many calls, twice, is queued before its first runs.
+# The queue of a stream holds about a thousand launches: twice so many calls are queued before the first one runs.
 _MOST_CALLS = 32
 _CYCLES_PER_MS = 2_000_000  # a GPU at 2 GHz; a slower one just waits longer
 
