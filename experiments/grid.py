@@ -31,6 +31,7 @@ class Student:
     w_a: Literal["normal", "zeros"] = "normal"  # start of alpha's weights
     qk_norm: bool = False
     positions: Literal["default", "p_rope", "nope"] = "default"  # rotary embeddings
+    slowest: int | None = None  # of p_rope, if not its usual one
 
     @property
     def name(self) -> str:
@@ -41,10 +42,14 @@ class Student:
         changes: dict[str, Any] = {} if recipe.vocab_size is None else {"vocab_size": recipe.vocab_size}
         if self.positions != "default":
             changes["rope_parameters"] = {"rope_type": self.positions, "rope_theta": 10000.0}
+            if self.slowest is not None:
+                changes["rope_parameters"]["slowest"] = self.slowest
         return preset(recipe.student, self.attention, qk_norm=self.qk_norm, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"attention": self.attention.to_dict()}
+        fields = asdict(self) | {"attention": self.attention.to_dict()}
+        # Not in the folders of students without it: there were some before it was.
+        return {name: value for name, value in fields.items() if name != "slowest" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,9 @@ def groups(recipe: Recipe) -> list[Group]:
     others = second, third
     both, every = (PAPER_RATE, COMMON_RATE), (*CORE, *OTHERS)
     a_open = ablations(recipe.sequence_length)
-    lengthy = distances(recipe.sequence_length)
+    # At the paper's ratio of length to slowest pair; the first runs kept the paper's pair itself, which turns by one
+    # radian in a sequence here.
+    lengthy = distances(recipe.sequence_length, slowest=recipe.sequence_length // 4)
     return [
         group("a-core", "a", first, named(CORE, both)),
         group("a-others", "a", first, named(OTHERS, both)),
@@ -138,7 +145,8 @@ def groups(recipe: Recipe) -> list[Group]:
         group("a-others", "a", third, named(OTHERS, both)),
         group("a-sweep", "a", first, named(every, (SWEPT_RATE, HIGH_RATE))),
         group("c", "c", first, a_open),
-        group("d", "d", first, lengthy),
+        group("d", "d", first, distances(recipe.sequence_length)),
+        group("d-slowest", "d", first, tuple(student for student in lengthy if student.slowest is not None)),
         group("a-core", "a", fourth, named(CORE, both)),
         group("noise", "noise", fourth, named(("softmax", "affine"), both)),
         group("a-core", "a", fifth, named(CORE, both)),
@@ -152,7 +160,8 @@ def groups(recipe: Recipe) -> list[Group]:
 
 def place(name: str) -> int:
     """Of a variant in tables: those of table A in the paper's order, then those of C and D, others after them."""
-    order = (*CORE, *OTHERS, *(student.variant for student in (*ablations(2), *distances(2))))
+    named = (*ablations(LENGTH), *distances(LENGTH), *distances(LENGTH, slowest=LENGTH // 4))
+    order = (*CORE, *OTHERS, *(student.variant for student in named))
     return order.index(name) if name in order else len(order)
 
 
@@ -177,20 +186,23 @@ def ablations(length: int) -> tuple[Student, ...]:
     return (*students, Student(variant="affine, W_a zero", attention=AttentionSpec(affine=base), w_a="zeros", **common))
 
 
-def distances(length: int) -> tuple[Student, ...]:
+def distances(length: int, slowest: int | None = None) -> tuple[Student, ...]:
     """Table D, all with norms on q and k; positions as in the scale-invariant paper (arXiv 2505.17083)."""
-    rows: dict[str, tuple[AttentionSpec, Any]] = {
-        "rope": (AttentionSpec(), "default"),
-        "p-rope": (AttentionSpec(), "p_rope"),
-        "logn, p-rope": (AttentionSpec(logit=LogN(length=length)), "p_rope"),
-        "alibi": (AttentionSpec(logit=Alibi()), "nope"),
-        "scale_invariant, p-rope": (AttentionSpec(logit=ScaleInvariant()), "p_rope"),
-        "scale_invariant + affine, p-rope": (
-            AttentionSpec(logit=ScaleInvariant(), affine=Affine(length=length)),
-            "p_rope",
+    of_p_rope: dict[str, Any] = {"positions": "p_rope", "slowest": slowest}
+    p_rope = "p-rope" if slowest is None else f"p-rope {slowest}"
+    invariant = ScaleInvariant()
+    rows: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
+        "rope": (AttentionSpec(), {}),
+        p_rope: (AttentionSpec(), of_p_rope),
+        f"logn, {p_rope}": (AttentionSpec(logit=LogN(length=length)), of_p_rope),
+        "alibi": (AttentionSpec(logit=Alibi()), {"positions": "nope"}),
+        f"scale_invariant, {p_rope}": (AttentionSpec(logit=invariant), of_p_rope),
+        f"scale_invariant + affine, {p_rope}": (
+            AttentionSpec(logit=invariant, affine=Affine(length=length)),
+            of_p_rope,
         ),
     }
     return tuple(
-        Student(variant=name, attention=spec, learning_rate=COMMON_RATE, qk_norm=True, positions=positions)
+        Student(variant=name, attention=spec, learning_rate=COMMON_RATE, qk_norm=True, **positions)
         for name, (spec, positions) in rows.items()
     )

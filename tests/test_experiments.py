@@ -590,3 +590,16 @@ def test_prepare_keeps_the_given_split(tmp_path):
     held_out = TokenShards(tmp_path / "out", 4, "valid")
     assert tokenizer.decode(held_out[0]["input_ids"]).startswith("f")
     assert {path.name for path in (tmp_path / "out").glob("*.bin")} == {"train-00000.bin", "valid-00000.bin"}
+
+
+def test_the_grid_still_knows_the_runs_that_were_made():
+    """A student that changes needs another name, or its finished run would be refused."""
+    results = Path(__file__).parent.parent / "experiments" / "results" / "runs"
+    made = {folder.parent for folder in results.glob("*/*/result.json")}
+    known = {
+        results / group.name / student.name: (group, student)
+        for group in grid.groups(grid.base_recipe("data", "teacher"))
+        for student in group.students
+    }
+    assert made <= set(known)
+    assert all(runs.is_finished(folder, *known[folder]) for folder in made)

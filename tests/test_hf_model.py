@@ -244,6 +244,7 @@ def test_scale_invariant_attention_without_norms_warns():
     ("changes", "rope"),
     [
         ({"rope_type": "p_rope"}, Rope("p_rope")),
+        ({"rope_type": "p_rope", "slowest": 64.0}, Rope("p_rope", slowest=64.0)),
         ({"rope_type": "p_rope_top", "rope_theta": 500.0, "p": 0.5}, Rope("p_rope_top", 500.0, 0.5)),
         ({"rope_type": "nope"}, None),
     ],

@@ -188,6 +188,7 @@ def test_p_rope_frequencies():
     frequencies = Rope("p_rope").frequencies(16)
     torch.testing.assert_close(frequencies[:4], torch.tensor([1, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024]))
     assert torch.equal(frequencies[4:], torch.zeros(4))
+    assert Rope("p_rope", slowest=64).frequencies(16)[3] == pytest.approx(1 / 64)
 
 
 def test_p_rope_top_frequencies():

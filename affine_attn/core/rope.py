@@ -3,10 +3,12 @@
 A frequency of zero leaves its pair of channels unrotated, so every reading is a list of D/2 frequencies:
 
     rope           theta^(-2k/D)
-    p_rope         first quarter of D: 1024^-linspace(0, 1), rest 0 (half-truncated, as in modded-nanogpt; theta = 1024)
+    p_rope         first quarter of D: slowest^-linspace(0, 1), rest 0 (half-truncated, as in modded-nanogpt)
     p_rope_top     theta^(-2k/D) for the highest share p of the pairs, rest 0 (Barbero et al., arXiv 2410.06205)
 
-The third reading of the scale-invariant paper, ordinary RoPE with base 1024, is ``Rope(theta=1024)``.
+The third reading of the scale-invariant paper, ordinary RoPE with base 1024, is ``Rope(theta=1024)``. It trains at 4096
+tokens, so that the slowest pair of p_rope turns by 4 radians; trained at another length, ``slowest`` should follow it:
+angles that training never showed are what longer text would bring.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ class Rope:
     kind: Literal["rope", "p_rope", "p_rope_top"] = "rope"
     theta: float = 10000.0
     p: float = 0.75  # share of rotated pairs, p_rope_top only
+    slowest: float = 1024.0  # positions per radian of the slowest rotated pair, p_rope only
 
     def __post_init__(self):
         if self.kind not in ("rope", "p_rope", "p_rope_top"):
@@ -29,13 +32,15 @@ class Rope:
             raise ValueError(f"Rope: theta must be > 0, got {self.theta}")
         if not 0 < self.p <= 1:
             raise ValueError(f"Rope: p must be in (0, 1], got {self.p}")
+        if not self.slowest >= 1:
+            raise ValueError(f"Rope: slowest must be at least 1 position per radian, got {self.slowest}")
 
     def frequencies(self, head_dim: int, device: torch.device | None = None) -> Tensor:
         """Radians per position of each of the D/2 channel pairs, fp32."""
         pairs = head_dim // 2
         if self.kind == "p_rope":
             rotated = pairs // 2
-            fast = (1.0 / 1024.0) ** torch.linspace(0, 1, rotated, device=device)
+            fast = (1.0 / self.slowest) ** torch.linspace(0, 1, rotated, device=device)
             return torch.cat((fast, torch.zeros(pairs - rotated, device=device)))
         k = torch.arange(pairs, device=device, dtype=torch.float32)
         frequencies = self.theta ** (-2 * k / head_dim)

@@ -24,7 +24,8 @@ class AffineAttnConfig(LlamaConfig):
     window: keys a query sees, itself included; one integer, or one per layer (None: all).
     qkv_bias: biases on q, k and v only (Qwen2); ``attention_bias`` is Llama's, on o_proj too.
     qk_norm: RMSNorm on the heads of q and k (Qwen3).
-    rope_parameters: besides the types of transformers, ``{"rope_type": "p_rope" | "p_rope_top" | "nope"}``.
+    rope_parameters: besides the types of transformers, ``{"rope_type": "p_rope" | "p_rope_top" | "nope"}``, with
+        ``slowest`` or ``p`` as in :class:`affine_attn.core.rope.Rope`.
     """
 
     model_type = "affine_attn"
@@ -110,7 +111,7 @@ class AffineAttnConfig(LlamaConfig):
         """Nothing to refuse, see the setter."""
 
     def _validate_p_rope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
-        self._validate_default_rope_parameters(rope_parameters, ignore_keys)
+        self._validate_default_rope_parameters(rope_parameters, (ignore_keys or set()) | {"slowest"})
 
     def _validate_nope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
         self._validate_default_rope_parameters(rope_parameters, ignore_keys)
@@ -140,8 +141,8 @@ def _frequencies(config: LlamaConfig, device=None, **_) -> tuple[Tensor, float]:
     head_dim, kind = config.head_dim or 0, settings["rope_type"]
     if kind == "nope":
         return torch.zeros(head_dim // 2, device=device), 1.0
-    fields = {"kind": kind, "theta": settings["rope_theta"]} | ({"p": settings["p"]} if "p" in settings else {})
-    return Rope(**fields).frequencies(head_dim, device), 1.0
+    further = {name: settings[name] for name in ("p", "slowest") if name in settings}
+    return Rope(kind=kind, theta=settings["rope_theta"], **further).frequencies(head_dim, device), 1.0
 
 
 ROPE_INIT_FUNCTIONS.update(dict.fromkeys(("p_rope", "p_rope_top", "nope"), _frequencies))
