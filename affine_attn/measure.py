@@ -23,7 +23,7 @@ class Timing(NamedTuple):
 
 class _Turn(NamedTuple):
     calls: int
-    lead_ms: float  # host time to queue the calls, for which the GPU is kept waiting
+    lead_ms: float  # host time to queue them twice, for which the GPU is kept waiting
 
 
 def side_by_side(
@@ -33,7 +33,7 @@ def side_by_side(
     rounds: int = 7,
     round_ms: float = 50.0,
 ) -> dict[str, Timing]:
-    """Time every function against ``baseline``, interleaved; each turn lasts about ``round_ms`` after a warm-up.
+    """Time every function against ``baseline``, interleaved; each turn is timed for about ``round_ms``.
 
     On CUDA this is the time of the GPU, not of the host: a turn is queued behind a wait as long as the queueing takes.
     It begins with as many calls that are not timed: a GPU at its power limit is faster after a function that drew less.
@@ -52,7 +52,7 @@ def _warm_up(function: Callable[[], object], device: torch.device, round_ms: flo
     on_gpu = device.type == "cuda"
     _run(function, _Turn(2 if on_gpu else 1, 0.0), device)
     host_ms = min(_host_ms(function) for _ in range(3 if on_gpu else 1))
-    ms = _run(function, _Turn(2, 4 * host_ms), device) if on_gpu else host_ms
+    ms = _run(function, _Turn(2, 8 * host_ms), device) if on_gpu else host_ms
     calls = max(1, round(round_ms / max(ms, 1e-3)))
     calls = min(calls, _MOST_CALLS) if on_gpu else calls
     return _Turn(calls, 1.0 + 2.4 * host_ms * calls)

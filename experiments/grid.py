@@ -15,6 +15,7 @@ from affine_attn.models import AffineAttnConfig, preset
 from affine_attn.models.presets import at_length
 
 LENGTH = 1024
+TURN = 8  # radians of the slowest rotated pair in a sequence: a full turn and some
 PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only
 SWEPT_RATE, HIGH_RATE = 2e-3, 5e-3  # the rest of the sweep
 SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)
@@ -48,7 +49,7 @@ class Student:
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"attention": self.attention.to_dict()}
-        # Not in the folders of students without it: there were some before it was.
+        # Runs that were made before there was such a field must compare equal.
         return {name: value for name, value in fields.items() if name != "slowest" or value is not None}
 
 
@@ -132,9 +133,9 @@ def groups(recipe: Recipe) -> list[Group]:
     others = second, third
     both, every = (PAPER_RATE, COMMON_RATE), (*CORE, *OTHERS)
     a_open = ablations(recipe.sequence_length)
-    # At the paper's ratio of length to slowest pair; the first runs kept the paper's pair itself, which turns by one
-    # radian in a sequence here.
-    lengthy = distances(recipe.sequence_length, slowest=recipe.sequence_length // 4)
+    # The slowest pair of p-rope turns once in a sequence. The first runs had that of the paper, which trains at four
+    # times the length, and longer text brought angles that they had never seen (LOG.md).
+    lengthy = distances(recipe.sequence_length, slowest=recipe.sequence_length // TURN)
     return [
         group("a-core", "a", first, named(CORE, both)),
         group("a-others", "a", first, named(OTHERS, both)),
@@ -160,8 +161,8 @@ def groups(recipe: Recipe) -> list[Group]:
 
 def place(name: str) -> int:
     """Of a variant in tables: those of table A in the paper's order, then those of C and D, others after them."""
-    named = (*ablations(LENGTH), *distances(LENGTH), *distances(LENGTH, slowest=LENGTH // 4))
-    order = (*CORE, *OTHERS, *(student.variant for student in named))
+    students = (*ablations(LENGTH), *distances(LENGTH), *distances(LENGTH, slowest=LENGTH // TURN))
+    order = (*CORE, *OTHERS, *(student.variant for student in students))
     return order.index(name) if name in order else len(order)
 
 

@@ -41,8 +41,10 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
             yield _write_csv(results / f"{name}_summary.csv", summaries[name])
     is_noise = noise_by_column(floor)
     # Six measures of table D: their differences to rope would make it too wide to read.
-    wide = [{x: row[x] for x in row if " difference" not in x and not x.endswith(" p")} for row in summaries["table_d"]]
-    shown = summaries | {"table_d": wide}
+    narrow = [
+        {x: row[x] for x in row if " difference" not in x and not x.endswith(" p")} for row in summaries["table_d"]
+    ]
+    shown = summaries | {"table_d": narrow}
     parts = {name: markdown(rows, is_noise) or "Nothing has been run yet." for name, rows in shown.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)

@@ -161,6 +161,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     ),
     "rope_kind": (lambda: Rope(kind="yarn"), r"kind must be 'rope', 'p_rope' or 'p_rope_top', got 'yarn'"),
     "rope_theta": (lambda: Rope(theta=0.0), r"theta must be > 0, got 0"),
+    "rope_slowest_text": (lambda: Rope(kind="p_rope", slowest="64"), r"slowest must be at least 1 position .*, got 64"),
     "rope_slowest": (
         lambda: Rope(kind="p_rope", slowest=0.0),
         r"slowest must be at least 1 position per radian, got 0.0",

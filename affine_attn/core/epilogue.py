@@ -44,12 +44,12 @@ def combine(
     return y if gate is None else y * gate.to(dtype)
 
 
-# () -> o, z: the engine's plain attention of a call.
-Attention = Callable[[], tuple[Tensor, Tensor]]
+# () -> o, z: the engine's plain attention of the call.
+PlainAttention = Callable[[], tuple[Tensor, Tensor]]
 AttentionBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def finish(call: Call, attention: Attention) -> Output:
+def finish(call: Call, attention: PlainAttention) -> Output:
     """Stages 2 to 4 on its (o, z), for masks without window, documents, padding or lengths and Tq <= Tk."""
     o, z = rescale_by_sink(*attention(), call)
     if call.alpha is None and call.beta is None and call.gate is None:

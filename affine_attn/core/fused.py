@@ -5,9 +5,9 @@ Forward: one small kernel sums the values before each segment, one kernel writes
 backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times larger, and every gradient with them;
 a negative r flips the sign of its dy rows in place for the duration of the stock backward.
 
-The sums of the values and the gradients of the stages themselves need nothing of the attention, so their kernels run on
-a second stream and fill the multiprocessors that the stock kernels leave idle towards their end; only what dv wants is
-added afterwards.
+Plain sums of the values, and gradients of the stages where none goes through the attention, need nothing of it. On long
+sequences their kernels run on a second stream and fill the multiprocessors that the stock kernels leave idle towards
+their end; only what dv wants is added afterwards.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from affine_attn.core import visible_sums
 from affine_attn.core.call import Call
-from affine_attn.core.epilogue import Attention, AttentionBackward
+from affine_attn.core.epilogue import AttentionBackward, PlainAttention
 from affine_attn.core.ops import Gradients, Output
 
 _RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
@@ -172,7 +172,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def finish(call: Call, attention: Attention) -> Output:
+def finish(call: Call, attention: PlainAttention) -> Output:
     """Stages 2 to 4 on the (o, z) of the attention, which are overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         o, z = attention()
@@ -326,20 +326,23 @@ def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
 def _fork(call: Call, lead: int) -> AbstractContextManager:
     """Launches inside it may run beside what the current stream gets between this call and the context's end, but not
     in the first ``lead`` cycles."""
-    device = call.q.device
-    if device.type != "cuda" or call.tq < _LONG:
+    if call.q.device.type != "cuda" or call.tq < _LONG:
         return nullcontext()
-    return _beside(torch.cuda.current_stream(device), torch.cuda.current_stream(device).record_event(), lead)
+    main = torch.cuda.current_stream(call.q.device)
+    return _beside(main, main.record_event(), lead)
 
 
 @contextmanager
 def _beside(main: torch.cuda.Stream, start: Any, lead: int) -> Iterator[None]:
     side = _side_stream(main.device)
     side.wait_event(start)
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(lead)
-        yield
-    main.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(lead)
+            yield
+    finally:
+        # Also where a launch fails: the buffers go back to the main stream.
+        main.wait_stream(side)
 
 
 @functools.cache

@@ -6,9 +6,8 @@ A frequency of zero leaves its pair of channels unrotated, so every reading is a
     p_rope         first quarter of D: slowest^-linspace(0, 1), rest 0 (half-truncated, as in modded-nanogpt)
     p_rope_top     theta^(-2k/D) for the highest share p of the pairs, rest 0 (Barbero et al., arXiv 2410.06205)
 
-The third reading of the scale-invariant paper, ordinary RoPE with base 1024, is ``Rope(theta=1024)``. It trains at 4096
-tokens, so that the slowest pair of p_rope turns by 4 radians; trained at another length, ``slowest`` should follow it:
-angles that training never showed are what longer text would bring.
+The third reading of the scale-invariant paper, ordinary RoPE with base 1024, is ``Rope(theta=1024)``. The paper trains
+at 4096 tokens, where the slowest pair of p_rope turns by 4 radians; for shorter sequences see docs/footguns.md.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class Rope:
             raise ValueError(f"Rope: theta must be > 0, got {self.theta}")
         if not 0 < self.p <= 1:
             raise ValueError(f"Rope: p must be in (0, 1], got {self.p}")
-        if not self.slowest >= 1:
+        if not isinstance(self.slowest, int | float) or not self.slowest >= 1:
             raise ValueError(f"Rope: slowest must be at least 1 position per radian, got {self.slowest}")
 
     def frequencies(self, head_dim: int, device: torch.device | None = None) -> Tensor:

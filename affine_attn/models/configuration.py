@@ -112,6 +112,8 @@ class AffineAttnConfig(LlamaConfig):
 
     def _validate_p_rope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
         self._validate_default_rope_parameters(rope_parameters, (ignore_keys or set()) | {"slowest"})
+        if "slowest" in rope_parameters:
+            Rope("p_rope", slowest=rope_parameters["slowest"])
 
     def _validate_nope_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
         self._validate_default_rope_parameters(rope_parameters, ignore_keys)

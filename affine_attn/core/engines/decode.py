@@ -151,7 +151,8 @@ def _multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _early(device: torch.device) -> dict[str, bool]:
     """Launched while the kernel before it ends, from Hopper on: a step of decoding is short enough to notice."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    is_nvidia = device.type == "cuda" and torch.version.hip is None and not fused.INTERPRETED
+    if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -63,7 +63,7 @@ def visible_range(length, window, splits, TQ: tl.constexpr, HAS_WINDOW: tl.const
 def apply_logit(b_x, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT: tl.constexpr, TQ: tl.constexpr):
     """Stage 1 in log2 units: b_x = scale * log2(e) * q.k -> scores. Zero-query rows keep score 0."""
     if TQ == 1:
-        # the rows of a tile are one query, and log and sqrt are too slow to take for each of them
+        # all rows are of one query, at length - 1, and log and sqrt are too slow to take for each of them
         o_slot = tl.max(o_slot, 0, keep_dims=True)
     # [BLOCK_M or 1, BLOCK_N]; keys after the query are masked later, the clamp only keeps the log defined
     b_t = tl.maximum(o_slot[:, None] - o_n[None, :], 0).to(tl.float32)
