@@ -25,7 +25,7 @@ class AffineAttnConfig(LlamaConfig):
     qkv_bias: biases on q, k and v only (Qwen2); ``attention_bias`` is Llama's, on o_proj too.
     qk_norm: RMSNorm on the heads of q and k (Qwen3).
     rope_parameters: besides the types of transformers, ``{"rope_type": "p_rope" | "p_rope_top" | "nope"}``, with
-        ``slowest`` or ``p`` as in :class:`affine_attn.core.rope.Rope`.
+        ``slowest`` or ``p`` as in ``Rope``.
     """
 
     model_type = "affine_attn"
