@@ -1,6 +1,7 @@
 """Runs of seconds: shards of counting tokens, a recipe for them, and what a run leaves."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM
+from experiments import grid
 
 VOCAB, LENGTH = 64, 16
 
@@ -68,3 +70,11 @@ def metrics(folder: Path) -> list[dict]:
 
 def averages(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack([gate.alpha_ma for gate in alpha_gates(model)])
+
+
+def a_group(recipe, *names: str, name: str = "a-test", rate: float = 1e-2, table: str = "a") -> grid.Group:
+    students = tuple(
+        grid.Student(variant=entry, attention=replace(recipe, attention=entry).spec, learning_rate=rate)
+        for entry in names
+    )
+    return grid.Group(name=name, table=table, recipe=recipe, students=students, lengths=(LENGTH,))

@@ -24,7 +24,7 @@ Legend
     length: filled key slots of this batch row; query i sits at slot length - TQ + i
     scores and m are in units of log2 (exp2 is the hardware instruction); sink stays a natural log
     LOGIT: 0 plain, 1 ScaleInvariant(tau), 2 Alibi
-    EARLY: launched before the kernel it depends on has ended; nothing is read before gdc_wait()
+    EARLY: launched before the kernel it depends on has ended; nothing is touched before gdc_wait()
 """
 
 import triton
