@@ -12,10 +12,9 @@ from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvar
 from affine_attn.core.variants import variant
 from affine_attn.distill.recipes import Recipe
 from affine_attn.models import AffineAttnConfig, preset
-from affine_attn.models.presets import at_length
+from affine_attn.models.presets import TURN, at_length
 
 LENGTH = 1024
-TURN = 8  # radians of the slowest rotated pair in a sequence: a full turn and some
 PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only
 SWEPT_RATE, HIGH_RATE = 2e-3, 5e-3  # the rest of the sweep
 SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)

@@ -52,6 +52,11 @@ def test_the_papers_recipes():
     assert "steps" in recipe("paper-1b", ["steps=1000"]).ours()
 
 
+def test_positions_are_those_of_the_runs_own_length():
+    chosen = recipe("small", ["attention=scale_invariant", "sequence_length=96"]).student_config
+    assert (chosen.qk_norm, chosen.rope_parameters["slowest"]) == (True, 12.0)
+
+
 def test_flops_are_those_of_the_formula():
     student = estimate.size(preset("nano", "softmax"))
     # Two layers: q and o 64 x 64, k and v 64 x 32, three of 64 x 192; the head 64 x 256.

@@ -346,11 +346,24 @@ def test_presets_have_the_papers_sizes(name):
 def test_every_preset_takes_every_variant_at_its_training_length(name):
     length, _ = PRESETS[name]
     for attention in VARIANTS:
-        spec = preset(name, attention, qk_norm=True).spec(0)
+        spec = preset(name, attention).spec(0)
         if spec.affine is not None:
             assert spec.affine.length == length
     assert preset(name, AttentionSpec(affine=Affine(length=5))).spec(0).affine.length == 5
     assert preset(name, vocab_size=99, eos_token_id=None).vocab_size == 99
+
+
+def test_logits_bring_their_positions_and_norms():
+    length, _ = PRESETS["nano"]
+    invariant, alibi, affine = (preset("nano", name) for name in ("scale_invariant", "alibi", "affine"))
+    positions = {"rope_type": "p_rope", "rope_theta": 10000.0, "slowest": length / 8}
+    assert (invariant.qk_norm, invariant.rope_parameters) == (True, positions)
+    assert (alibi.qk_norm, alibi.rope_parameters["rope_type"]) == (False, "nope")
+    assert (affine.qk_norm, affine.rope_parameters["rope_type"]) == (False, "default")
+    # A choice wins, and layers that want different ones leave it to the preset.
+    assert preset("nano", "alibi", rope_parameters=positions).rope_parameters == positions
+    mixed = preset("nano", ["scale_invariant", "affine"], qk_norm=True)
+    assert mixed.rope_parameters["rope_type"] == "default"
 
 
 def test_unknown_presets_are_refused():

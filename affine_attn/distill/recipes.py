@@ -19,7 +19,7 @@ from affine_attn.core.variants import variant
 from affine_attn.distill.losses import LossSpec
 from affine_attn.distill.shards import TEACHER_CACHE
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
-from affine_attn.models.presets import at_length
+from affine_attn.models.presets import at_length, surroundings
 
 # The ends of the paper's sweep; the points between are ours.
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 5e-3)
@@ -133,7 +133,9 @@ class Recipe:
 
     @property
     def student_config(self) -> AffineAttnConfig:
-        changes = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
+        changes = surroundings([self.spec], self.sequence_length)
+        if self.vocab_size is not None:
+            changes["vocab_size"] = self.vocab_size
         return preset(self.student, self.spec, **changes)
 
     @property

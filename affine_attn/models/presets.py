@@ -1,11 +1,16 @@
 """Named architectures: those the affine paper trains, their teachers, and small ones for tests and demos."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from affine_attn.core.spec import AttentionSpec
+from affine_attn.core.spec import Alibi, AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
 from affine_attn.models.configuration import AffineAttnConfig
+
+# Radians by which the slowest pair of p-RoPE turns in a training sequence: a full turn and some, so that longer text
+# brings no angle that training did not show (docs/reproduction.md, table D).
+TURN = 8
 
 _LLAMA32: dict[str, Any] = {
     "vocab_size": 128256,
@@ -84,6 +89,7 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
     """The configuration of a named architecture with a chosen attention; ``changes`` override single fields.
 
     A variant given by name gets the preset's training sequence length where its formula has one; a spec is taken as is.
+    Positions and norms are those of ``surroundings``.
     """
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
@@ -91,8 +97,8 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [at_length(variant(entry), length) if isinstance(entry, str) else entry for entry in each]
     chosen = specs if isinstance(attention, list | tuple) else specs[0]
-    settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | fields | changes
-    return AffineAttnConfig(**settings)
+    settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | fields
+    return AffineAttnConfig(**(settings | surroundings(specs, length) | changes))
 
 
 def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
@@ -100,3 +106,18 @@ def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
     affine = spec.affine and replace(spec.affine, length=length)
     logit = spec.logit and (replace(spec.logit, length=length) if hasattr(spec.logit, "length") else spec.logit)
     return replace(spec, affine=affine, logit=logit)
+
+
+def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:
+    """What logits ask of the model around them, as fields of its configuration, where all layers have the same.
+
+    Scale-invariant ones were derived for norms on q and k and hold beyond the training length on p-RoPE; ALiBi is all
+    that its models know of positions.
+    """
+    positions: dict[str, Any]
+    if all(isinstance(spec.logit, ScaleInvariant) for spec in specs):
+        positions = {"rope_type": "p_rope", "rope_theta": 10000.0, "slowest": max(1.0, length / TURN)}
+        return {"qk_norm": True, "rope_parameters": positions}
+    if all(isinstance(spec.logit, Alibi) for spec in specs):
+        return {"rope_parameters": {"rope_type": "nope", "rope_theta": 10000.0}}
+    return {}
