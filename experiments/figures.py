@@ -1,4 +1,4 @@
-"""Pictures of the runs of table A: a pure function of their folders."""
+"""Pictures of the runs of tables A and D: a pure function of their folders."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 from affine_attn.distill.gradients import STEPS
 from experiments.runs import Run
+from experiments.tables import by_setting, table_d
 
 _SMOOTHED = 20  # steps of a point of a loss curve
 _SETTLED = 200  # the first step of differences, which are ten times larger before
+_WIDEST = 14  # inches of a picture, for its letters to be read in a page
+# Of table D, whose names are not those of variants.
+_COLOUR_OF = {"rope": "softmax", "scale_invariant + affine": "affine"}
 
 Points = tuple[list[float], list[float]]  # steps, values
 Curve = Callable[[Run], Points | None]
@@ -28,6 +32,7 @@ def draw(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
     """Loss, gradient norms of the first steps, and how the students attend, each variant a mean over its seeds."""
     if not runs:
         return
+    yield _rates(folder / "rates.svg", runs)
     losses = Panel("training loss", _loss), Panel("less softmax's at the same seed", _difference(runs))
     yield _panels(folder / "losses.svg", runs, losses)
     norms = Panel(f"gradient norm, first {STEPS} steps", _norm, scale="log", has_range=False)
@@ -81,6 +86,64 @@ def _statistic(name: str) -> Curve:
     return curve
 
 
+def draw_lengths(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
+    """Table D: the loss, and the share of needles found, at the training length and beyond."""
+    from affine_attn.analyze.style import lines, new_figure, style
+
+    rows = table_d(runs)
+    if not rows:
+        return
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    # A colour for each attention, dashes for another rotation under the same.
+    attentions = [name.split(", p-rope")[0].removesuffix(" 128") for name in variants]
+    drawn = lines([_COLOUR_OF.get(name, name) for name in attentions])
+    with style():
+        figure, (axes,) = new_figure(10, 3.8, 1, 2)
+        for axis, measure, label in zip(axes, ("ce", "needle"), ("cross-entropy", "needles found"), strict=True):
+            for variant, line in zip(variants, drawn, strict=True):
+                mine = [row for row in rows if row["variant"] == variant]
+                at = sorted((int(name.split("_")[1]), name) for name in mine[0] if name.startswith(f"{measure}_"))
+                means = [statistics.fmean(row[name] for row in mine) for _, name in at]
+                axis.plot([length for length, _ in at], means, label=variant, marker=".", **line)
+                axis.set_xscale("log", base=2)
+                axis.set_xticks([length for length, _ in at], [str(length) for length, _ in at])
+            axis.minorticks_off()
+            axis.set_xlabel("tokens of a sequence")
+            axis.set_ylabel(label)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=8, handlelength=3)
+        path = folder / "lengths.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+    yield path
+
+
+def _rates(path: Path, runs: Sequence[Run]) -> Path:
+    """What a variant makes of a learning rate: a mean over the seeds there, their range a bar."""
+    from affine_attn.analyze.style import lines, new_figure, style
+
+    at = by_setting(runs, lambda run: run.valid.get("kd"))
+    variants = list(dict.fromkeys(variant for variant, _ in at))
+    with style():
+        figure, ((axis,),) = new_figure(6, 3.6)
+        axis.set_xscale("log")
+        for variant, line in zip(variants, lines(variants), strict=True):
+            found = sorted((rate, list(values.values())) for (name, rate), values in at.items() if name == variant)
+            means = [statistics.fmean(values) for _, values in found]
+            below = [mean - min(values) for mean, (_, values) in zip(means, found, strict=True)]
+            above = [max(values) - mean for mean, (_, values) in zip(means, found, strict=True)]
+            axis.errorbar([rate for rate, _ in found], means, (below, above), label=variant, marker=".", **line)
+        rates = sorted({rate for _, rate in at})
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axis.minorticks_off()
+        axis.set_xlabel("learning rate")
+        axis.set_ylabel("loss on held-out text")
+        axis.legend(fontsize=8, ncols=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+    return path
+
+
 def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
     """A column per learning rate; a variant is the mean over its seeds, and variants come in the order of the runs."""
     from affine_attn.analyze.style import lines, new_figure, style
@@ -88,7 +151,8 @@ def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
     rates = sorted({run.rate for run in runs})
     variants = list(dict.fromkeys(run.variant for run in runs))
     with style():
-        figure, axes = new_figure(4.5 * len(rates), 2.7 * len(panels), len(panels), len(rates), sharey="row")
+        width = min(4.5 * len(rates), _WIDEST)
+        figure, axes = new_figure(width, 2.7 * len(panels), len(panels), len(rates), sharey="row")
         for row, panel in zip(axes, panels, strict=True):
             row[0].set_ylabel(panel.label)
             for axis, rate in zip(row, rates, strict=True):

@@ -150,8 +150,8 @@ def groups(recipe: Recipe) -> list[Group]:
         group("d-slowest", "d", first, tuple(student for student in lengthy if student.slowest is not None)),
         # Without the highest rate, which none of them had as its best with the first seed.
         group("a-core", "a", fourth, named(CORE, up_to_common)),
-        group("noise", "noise", fourth, named(("softmax", "affine"), (PAPER_RATE,))),
         group("a-core", "a", fifth, named(CORE, up_to_common)),
+        group("noise", "noise", fifth, named(("softmax", "affine"), (PAPER_RATE,))),
         *(group("a-sweep", "a", seed, named(every, (SWEPT_RATE, HIGH_RATE))) for seed in others),
         *(group("c", "c", seed, a_open) for seed in others),
         *(group("d", "d", seed, lengthy) for seed in others),

@@ -62,6 +62,7 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
     yield readme
     yield from figures.draw(of_a, results)
+    yield from figures.draw_lengths(runs, results)
     yield from page.draw(runs, results / "figures")
 
 

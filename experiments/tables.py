@@ -13,6 +13,7 @@ from experiments.runs import Run
 Row = dict[str, Any]
 BASELINE = "softmax"
 STEADINESS = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
+SEVERAL_SEEDS = 3
 # A run that stayed finite has diverged too if its loss, over so many steps, ends so far above the lowest it had.
 SMOOTHED_STEPS, LOSS_RISE = 50, 0.5
 
@@ -235,10 +236,15 @@ def by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dic
 
 
 def best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
-    """The lowest mean among the rates with the most seeds: others may owe theirs to the seeds they lack."""
-    rates = {rate: list(values.values()) for (name, rate), values in at.items() if name == variant}
-    most = max(len(values) for values in rates.values())
-    return min((sum(values) / most, rate) for rate, values in rates.items() if len(values) == most)[1]
+    """The lowest mean over the seeds that its rates share, so that none owes its place to a seed that others lack.
+
+    Rates with a seed or two wait where others have several.
+    """
+    rates = {rate: values for (name, rate), values in at.items() if name == variant}
+    enough = min(SEVERAL_SEEDS, max(map(len, rates.values())))
+    known = {rate: values for rate, values in rates.items() if len(values) >= enough}
+    shared = set.intersection(*(set(values) for values in known.values()))
+    return min((sum(values[seed] for seed in shared), rate) for rate, values in known.items())[1]
 
 
 def _compared(variant: str, rate: float, at: dict, baseline: dict[int, float], runs: Iterable[Run]) -> Row:

@@ -119,11 +119,31 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
         ("variance of gradient norms", "0.001"): "agrees", ("variance of gradient norms", "0.003"): "agrees",
         ("spikes, k = 9", "0.001"): "within noise", ("spikes, k = 9", "0.003"): "within noise",
     }  # fmt: skip
-    assert {path.name for path in written} >= {"losses.svg", "gradient_norms.svg", "attention.svg"}
+    assert {path.name for path in written} >= {
+        "rates.svg",
+        "lengths.svg",
+        "losses.svg",
+        "gradient_norms.svg",
+        "attention.svg",
+    }
     before = {path: path.read_bytes() for path in written if path.suffix != ".svg"}
     assert before == {
         path: path.read_bytes() for path in islice(report.write_report(root, out, document, readme), len(before))
     }
+
+
+def test_the_best_rate_is_that_of_equal_seeds():
+    at = {
+        ("affine", 1e-3): {1: 3.9, 2: 4.1, 3: 4.0},
+        # Worse in every seed they share, and lower on average by two that the others lack.
+        ("affine", 2e-3): {1: 3.95, 2: 4.15, 3: 4.05, 4: 3.0, 5: 3.0},
+        ("affine", 5e-3): {1: 3.0},
+        ("softmax", 3e-3): {1: 1.0},
+    }
+    assert tables.best_rate("affine", at) == 1e-3
+    assert tables.best_rate("softmax", at) == 3e-3
+    at["affine", 5e-3] |= {2: 3.0, 3: 3.0}
+    assert tables.best_rate("affine", at) == 5e-3
 
 
 def test_the_page_has_its_marks(recipe, tmp_path):
