@@ -148,6 +148,8 @@ BAD: dict[str, tuple[Callable, str]] = {
     ),
     "dict_logit_name": (lambda: AttentionSpec.from_dict({"logit": "alibi"}), r"logit.*'alibi'"),
     "variant_nearly": (lambda: variant("afine"), r"'afine'.*did you mean 'affine'.*scale_invariant"),
+    "variant_part": (lambda: variant("sink+afine"), r"'afine'.*did you mean 'affine'"),
+    "variant_parts": (lambda: variant("sink+off_by_one"), r"'sink\+off_by_one': 'off_by_one' has another sink"),
     "variant_unknown": (lambda: variant("xyz"), r"'xyz'.*affine.*scale_invariant"),
     # layers
     "layer_variant": (lambda: AttentionLayer(16, 4, attention="afine"), r"'afine'.*did you mean 'affine'"),

@@ -53,7 +53,7 @@ def test_the_papers_recipes():
 
 
 def test_positions_are_those_of_the_runs_own_length():
-    chosen = recipe("small", ["attention=scale_invariant", "sequence_length=96"]).student_config
+    chosen = recipe("small", ["attention=scale_invariant+affine", "sequence_length=96"]).student_config
     assert (chosen.qk_norm, chosen.rope_parameters["slowest"]) == (True, 12.0)
 
 

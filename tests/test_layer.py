@@ -139,6 +139,13 @@ def test_a_layer_runs_under_autocast(name, qk_norm, device):
     assert (y.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
+def test_names_join_to_the_stages_of_both():
+    both = AttentionSpec(logit=ScaleInvariant(), affine=Affine())
+    assert variant("scale_invariant+affine") == variant("affine+scale_invariant") == both
+    assert variant("affine+gated") == variant("affine+affine_gated") == variant("affine_gated")
+    assert variant("softmax+off_by_one") == variant("off_by_one")
+
+
 def test_a_softmax_checkpoint_fits_every_variant():
     """What is missing from it is exactly the variant's own."""
     plain = _layer("softmax").state_dict()

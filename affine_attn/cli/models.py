@@ -21,7 +21,8 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write: a new or an empty one")],
     attention: Annotated[
-        str, typer.Option(help="a variant, see: affine-attn variants", autocompletion=one_of(*VARIANTS))
+        str,
+        typer.Option(help="a variant, see: affine-attn variants; or several with +", autocompletion=one_of(*VARIANTS)),
     ] = "affine",
     start_as_softmax: Annotated[
         bool, typer.Option("--start-as-softmax", help="affine that computes softmax until it is trained")

@@ -1,7 +1,7 @@
 """The named members of the family. Tests, benchmarks and the README table iterate over :data:`VARIANTS`."""
 
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
 
@@ -34,11 +34,23 @@ VARIANTS: dict[str, Variant] = {
 
 
 def variant(name: str) -> AttentionSpec:
-    """The spec of a named variant."""
+    """The spec of a named variant, or of several put together: ``"scale_invariant+affine"`` has the stages of both."""
+    stages: dict[str, Any] = {}
+    for part in name.split("+"):
+        spec = _named(part)
+        own = {field: value for field in spec.__match_args__ if (value := getattr(spec, field)) is not None}
+        for stage in own:
+            if stages.get(stage, own[stage]) != own[stage]:
+                raise ValueError(f"variant {name!r}: {part!r} has another {stage} than what it is put together with")
+        stages |= own
+    return AttentionSpec(**stages)
+
+
+def _named(name: str) -> AttentionSpec:
     if name not in VARIANTS:
         nearest = get_close_matches(name, VARIANTS, n=1)
         hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-        raise ValueError(f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}")
+        raise ValueError(f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}, and several joined by +")
     return VARIANTS[name].spec
 
 
