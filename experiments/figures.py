@@ -173,7 +173,8 @@ def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
             axis.set_title(f"learning rate {rate:g}")
         for axis in axes[-1]:
             axis.set_xlabel("step")
-        axes[0][-1].legend(fontsize=8, ncols=2)
+        handles, labels = axes[0][-1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=len(labels))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
     return path
