@@ -213,12 +213,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(file, data, whole, tmp_path
 # Two ranks
 
 
-def start_ranks(arguments: list[str], output: Path, fault: Fault):
-    """Two processes as torchrun starts them; it is rank 0 to which something happens."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        return str(free.getsockname()[1])
+
+
+def start_ranks(arguments: list[str], output: Path, fault: Fault):
+    """Two processes as torchrun starts them; it is rank 0 to which something happens."""
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     faults = (fault, Fault())
     return [start(arguments, output, faults[r], RANK=str(r), LOCAL_RANK=str(r), **names) for r in range(2)]
 
@@ -258,28 +261,34 @@ def ranks_of(launcher: int) -> dict[str, int]:
 
 @pytest.mark.faults
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in Linux's /proc")
-def test_torchrun_restarts_and_resumes_after_a_lost_rank(data, tmp_path):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_restarts_and_resumes_after_a_lost_rank(nodes, data, tmp_path):
     """One command from the start: --resume finds no checkpoint first, and one after the restart.
 
     With the store of the first attempt, which torchrun shares with its ranks, those of the second would wait for the
     dead (pytorch issue 135712).
     """
     output, alone, steps = tmp_path / "run", tmp_path / "alone", 40
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    many = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    place = [*(["--standalone"] if nodes == 1 else many), f"--nproc-per-node={2 // nodes}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *place, "--max-restarts=1"]
     arguments = command(data, output, "--resume", steps=steps, micro_batch=2)
     with output.with_suffix(".log").open("w") as file:
         environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        torchrun = subprocess.Popen(
-            [*launch, "-m", "affine_attn.cli", *arguments], env=environment, stdout=file, stderr=file
-        )
-    while not list(output.glob("checkpoint-*")):
-        assert torchrun.poll() is None, log(output)
-        time.sleep(0.01)
-    os.kill(ranks_of(torchrun.pid)["1"], signal.SIGKILL)
+        torchruns = [
+            subprocess.Popen([*launch, "-m", "affine_attn.cli", *arguments], env=environment, stdout=file, stderr=file)
+            for _ in range(nodes)
+        ]
     try:
-        assert torchrun.wait(120) == 0, log(output)
+        while not list(output.glob("checkpoint-*")):
+            assert all(torchrun.poll() is None for torchrun in torchruns), log(output)
+            time.sleep(0.01)
+        ranks = {rank: process for torchrun in torchruns for rank, process in ranks_of(torchrun.pid).items()}
+        os.kill(ranks["1"], signal.SIGKILL)
+        assert [torchrun.wait(120) for torchrun in torchruns] == [0] * nodes, log(output)
     finally:
-        torchrun.terminate()
+        for torchrun in torchruns:
+            torchrun.terminate()
     assert f"--resume: {output} has no checkpoint, starting at step 1" in log(output)
     assert f"--resume: going on after {output}/checkpoint-" in log(output)
     assert ended(start(command(data, alone, steps=steps), alone)) == 0

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
 from tests.hf import SIZES, tiny_model
 
@@ -58,6 +59,15 @@ def test_a_new_attention_lists_its_tensors(llama, tmp_path):
     torch.testing.assert_close(logits(tmp_path / "affine"), logits(llama), rtol=0, atol=1e-5)
 
 
+def test_a_model_of_the_family_keeps_its_attention_unless_told(tmp_path):
+    """Its length above all: the same weights at another one are another model."""
+    tiny_model(AttentionSpec(affine=Affine(length=5))).save_pretrained(tmp_path / "model")
+    result = run("convert", tmp_path / "model", tmp_path / "with-code", "--with-code")
+    assert result.exit_code == 0, result.output
+    assert "0 new tensors" in result.output
+    torch.testing.assert_close(logits(tmp_path / "with-code"), logits(tmp_path / "model"), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("options", [(), ("--temperature", "0.7", "--seed", "3"), ("--recent", "4")])
 def test_generate_streams_text_and_says_how_fast(options, tmp_path):
     tiny_model("affine").save_pretrained(tmp_path)
@@ -82,6 +92,7 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
         (("convert", llama, new, "--attention", "sink", "--start-as-softmax"), "only the affine stage can start"),
         (("convert", llama, new, "--to-plain"), "needs an AffineAttn model"),
         (("convert", tmp_path / "model", new, "--to-plain"), "only softmax attention exists in plain models"),
+        (("convert", llama, new, "--to-plain", "--attention", "sink"), "--to-plain goes with none of --attention"),
         (("convert", tmp_path / "damaged", new), "holds a damaged safetensors file"),
         (("generate", tmp_path / "model", "w1"), "has no tokenizer"),
         (("generate", llama, "w1", "--recent", "4"), "--recent needs an AffineAttn model"),

@@ -86,6 +86,13 @@ def test_affine_starts_as_softmax_and_learns(name, attention):
         assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
 
 
+def test_an_alpha_of_the_source_does_not_stay_in_a_start_as_softmax():
+    model = convert(tiny_model("affine"), "affine", start_as_softmax=True)
+    for layer in model.model.layers:
+        assert not layer.self_attn.alpha.w_a.any()
+        assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
+
+
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_every_variant_keeps_the_shared_tensors(attention):
     source = original("qwen3")

@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
@@ -22,6 +24,7 @@ from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.rope import Rope
 from affine_attn.core.spec import GATES
 from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, preset
+from affine_attn.models.statistics import collect_statistics
 from tests.hf import SIZES, left_padded, tiny_config, tiny_model
 
 
@@ -164,6 +167,25 @@ def test_a_loaded_model_trains_and_tracks_alpha(tmp_path):
     loss(model, tokens, mask).backward()
     optimizer.step()
     assert not torch.equal(before, model.model.layers[0].self_attn.alpha.alpha_ma)
+
+
+def test_alpha_is_tracked_under_transformers_trainer(tmp_path):
+    """As the README says; once per step, however many micro-batches it has."""
+    model = tiny_model("affine").train()
+    for layer in model.model.layers:
+        layer.self_attn.alpha.alpha_ma.zero_()
+    sequences = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(1, 61, (8, 10))]
+    settings = TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=0.0,
+        report_to=[], save_strategy="no", use_cpu=True,
+    )  # fmt: skip
+    means = collect_statistics(model, [{"input_ids": torch.stack([entry["input_ids"] for entry in sequences])}])
+    trainer = Trainer(model, settings, train_dataset=sequences)
+    trainer.create_optimizer()
+    track_alpha(model, trainer.optimizer)
+    trainer.train()
+    for gate, mean in zip(alpha_gates(model), means, strict=True):
+        torch.testing.assert_close(gate.alpha_ma, 0.1 * mean.alpha)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():

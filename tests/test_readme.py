@@ -2,14 +2,17 @@
 
 import dataclasses
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from affine_attn import VARIANTS, Mask, attention, variant
 from affine_attn.analyze.run import Request, analyze_all
+from affine_attn.cli import app as cli
 from affine_attn.core import spec
 from affine_attn.core.variants import variants_table
 from affine_attn.distill import estimate
@@ -122,8 +125,26 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-        assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name} links to {link}"
+    for link, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert link.startswith("https://") or target.exists(), f"{page.name} links to {link}"
+        if heading and not link.startswith("https://"):
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in anchors, f"{page.name} links to {link}#{heading}"
+
+
+@pytest.mark.parametrize("page", [README, SCALING], ids=["README", "scaling"])
+def test_every_command_has_its_options_and_fields(page):
+    """With --help a command reads its line and does nothing."""
+    lines = re.findall(r"(?:`|    |-m )affine[-_]attn(?:\.cli)? ([a-z][^`\n#]*)", page.replace("\\\n", ""))
+    assert len(lines) > 5
+    for line in lines:
+        name, *arguments = shlex.split(line)
+        result = CliRunner().invoke(cli, [name, "--help", *arguments])
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+        if name == "distill":
+            recipe(arguments[0], [word for word in arguments[1:] if re.match(r"[a-z_]+=[^,]+$", word)])
 
 
 def test_every_file_that_the_page_on_variants_names_exists():

@@ -105,7 +105,7 @@ def evaluate(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="folder of the result files; one that is there is taken up. Default: MODEL/evaluation, for a hub id "
+            help="folder of the result files; those that are there are reused. Default: MODEL/evaluation, for a hub id "
             "evaluation/ID"
         ),
     ] = None,
@@ -124,7 +124,7 @@ def evaluate(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
-    """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are taken up."""
+    """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are reused."""
     with one_line_errors():
         from affine_attn.evaluate import results, run
 

@@ -21,9 +21,13 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write: a new or an empty one")],
     attention: Annotated[
-        str,
-        typer.Option(help="a variant, see: affine-attn variants; or several with +", autocompletion=one_of(*VARIANTS)),
-    ] = "affine",
+        str | None,
+        typer.Option(
+            help="a variant (see: affine-attn variants) or several with +; default: an AffineAttn model keeps its own, "
+            "others get affine",
+            autocompletion=one_of(*VARIANTS),
+        ),
+    ] = None,
     start_as_softmax: Annotated[
         bool, typer.Option("--start-as-softmax", help="affine that computes softmax until it is trained")
     ] = False,

@@ -37,7 +37,8 @@ def attention(
     """y = gate * ((alpha * softmax_with_sink(logit(scale q k^T)) + beta) v), [B, H, Tq, D].
 
     q [B, H, Tq, D]; k, v [B, Hkv, Tk, D]: queries are the last Tq of the Tk positions, query head h reads kv head
-    h // (H / Hkv). sink: None, a number, [H] or [B, H, Tq]. alpha, beta: [B, H, Tq]. gate: [B, H, Tq, D or 1].
+    h // (H / Hkv). scale: 1/sqrt(D) unless given. sink: None, a number, [H] or [B, H, Tq]. alpha, beta: [B, H, Tq].
+    gate: [B, H, Tq, D or 1]. q, k and v share a dtype; sink, alpha, beta and gate may have that or fp32.
     impl: "auto", or an engine by name, which then raises with its reason instead of falling back.
     """
     call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)

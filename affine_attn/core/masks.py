@@ -17,8 +17,10 @@ _NO_KEY = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Mask:
+    """Which keys a query sees; all restrictions combine. Queries are the last Tq of the Tk (or ``lengths``) slots."""
+
     causal: bool = True
-    window: int | None = None
+    window: int | None = None  # keys visible at most, the query's own included; needs causal
     documents: Tensor | None = None  # int [B, Tk], equal ids see each other
     padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible

@@ -19,6 +19,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
+    """Rotary position embeddings: ordinary RoPE, or one of two kinds that leave a part of the channel pairs alone."""
+
     kind: Literal["rope", "p_rope", "p_rope_top"] = "rope"
     theta: float = 10000.0
     p: float = 0.75  # share of rotated pairs, p_rope_top only

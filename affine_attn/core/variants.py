@@ -7,6 +7,8 @@ from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvar
 
 
 class Variant(NamedTuple):
+    """A named spec, with its formula and source as the table shows them."""
+
     spec: AttentionSpec
     formula: str
     source: str

@@ -68,10 +68,12 @@ def convert(
     specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
     config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
     model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
-    if start_as_softmax:
-        for gate in alpha_gates(model):
-            nn.init.zeros_(gate.w_a)
     _fill(model, source, new=stage_keys(model))
+    if start_as_softmax:
+        # After those of the source, which may have an alpha of its own.
+        for gate in alpha_gates(model):
+            gate.reset_parameters()
+            nn.init.zeros_(gate.w_a)
     return model
 
 

@@ -17,17 +17,20 @@ from affine_attn.models.streaming import StreamingCache
 def convert_folder(
     source: str,
     target: Path,
-    attention: str,
+    attention: str | None = None,
     start_as_softmax: bool = False,
     gguf_file: str | None = None,
     to_plain: bool = False,
     with_code: bool = False,
 ) -> Iterator[str]:
-    """Convert, save with the tokenizer, and say line by line what was done."""
+    """Convert, save with the tokenizer, and say line by line what was done.
+
+    attention: a variant's name; None keeps that of an AffineAttn model, with its length, and gives others affine.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; give a new folder")
-    if to_plain and (start_as_softmax or with_code):
-        raise ValueError("--to-plain goes with neither --start-as-softmax nor --with-code")
+    if to_plain and (attention or start_as_softmax or with_code):
+        raise ValueError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
     given = load(source, gguf_file)
     if to_plain:
         if not isinstance(given, AffineAttnForCausalLM):
@@ -36,7 +39,9 @@ def convert_folder(
         plain.save_pretrained(target)
         yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
     else:
-        model = convert(given, attention, start_as_softmax)
+        keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
+        attention = "its own" if keeps else attention or "affine"
+        model = convert(given, given.config.attention if keeps else attention, start_as_softmax)
         save_with_code(model, target) if with_code else model.save_pretrained(target)
         yield f"{target}: {attention} attention, {model.num_parameters():,} parameters"
         carried = set(given.state_dict())

@@ -190,6 +190,8 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
 
 
 class AffineAttnForCausalLM(AffineAttnPreTrainedModel, LlamaForCausalLM):
+    """The decoder with its head. Training by hand needs ``affine_attn.track_alpha(model, optimizer)`` once."""
+
     def __init__(self, config: AffineAttnConfig):
         # Not LlamaForCausalLM's, which would build a Llama first.
         LlamaPreTrainedModel.__init__(self, config)
