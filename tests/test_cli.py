@@ -128,6 +128,16 @@ def test_variants_prints_the_table():
     assert variants_table() in result.output
 
 
+def test_a_reader_that_has_had_enough_is_no_error():
+    """As in: affine-attn variants | head -1."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "affine_attn.cli", "variants"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--nonsense"]])
 def test_a_wrong_argument_is_an_error_of_one_screen(arguments):
     result = runner.invoke(app, arguments)

@@ -20,6 +20,8 @@ def one_line_errors() -> Iterator[None]:
     """Bad input is answered with a sentence, not with a traceback."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # whoever read the output has had enough; click ends quietly
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         Console(stderr=True).print(_first_line(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
