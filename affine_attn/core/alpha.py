@@ -186,6 +186,8 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
     """Commit alpha_ma after every step of ``optimizer``. Calling it twice is the same as once."""
+    # What accelerate makes of an optimizer has no hooks: the one inside it steps, at the end of an accumulation.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     tracked: WeakSet = optimizer.__dict__.setdefault("_affine_attn_tracked", WeakSet())
     if model in tracked:
         return
