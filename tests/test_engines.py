@@ -57,6 +57,21 @@ def test_any_memory_layout_will_do(engine):
         assert not [d for d in deviations(engine, strided) if not d.within]
 
 
+@pytest.mark.parametrize("engine", ["sdpa", "blocked", "reference"])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive(engine, scale):
+    """A scale on the scores is the same as one on q, whatever its sign."""
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 4, 2, 20, 30, 32))
+    gradients = []
+    for q, factor in ((inputs["q"], scale), (inputs["q"] * scale, 1.0)):
+        changed = {name: x for name, x in (inputs | {"q": q}).items() if isinstance(x, torch.Tensor)}
+        leaves = {name: x.detach().requires_grad_() for name, x in changed.items()}
+        y = attention(**leaves, scale=factor, impl=engine)
+        gradients.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    (y, dq, *others), (expected, dq_scaled, *expected_others) = gradients
+    torch.testing.assert_close([y, dq, *others], [expected, scale * dq_scaled, *expected_others])
+
+
 def test_the_fast_engine_takes_the_plain_cases():
     """The case table would pass with blocked alone; the stock kernels must really be in it."""
     taken = [c for c in CASES if _runs("sdpa", c)]

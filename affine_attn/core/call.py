@@ -150,6 +150,9 @@ def checked_call(
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
+    if factor <= 0:
+        # Stock kernels multiply the scores of masked keys too, and minus infinity has to stay what it is.
+        q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
     q, k, value = (_with_dense_rows(x) for x in (q, k, value))
     gate = None if gate is None else _with_dense_rows(gate)
     return Call(q, k, value, mask, factor, logit, sink, alpha, beta, gate)
