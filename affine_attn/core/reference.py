@@ -108,7 +108,7 @@ def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Te
     """x [B, H, T, n] @ m [B, Hkv, n, d], query head h with kv head h // (H / Hkv), without copying m."""
     rows = x.unflatten(1, (m.shape[1], -1)).flatten(2, 3)
     product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
-    return product.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+    return product.unflatten(2, (x.shape[1] // m.shape[1], x.shape[2])).flatten(1, 2)
 
 
 def isolate(call: Call, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
