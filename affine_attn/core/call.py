@@ -123,6 +123,8 @@ def checked_call(
     kv_heads, tk = k.shape[1], k.shape[2]
     if k.shape != value.shape:
         raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(value.shape)}")
+    if dim == 0:
+        raise ValueError(f"q, k and v must have at least one channel per head, got {list(q.shape)} for q")
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head_dim")
     if kv_heads == 0 or heads % kv_heads:

@@ -86,8 +86,8 @@ def _score_mod(call: Call):
     if call.logit is None:
         return None
     count = call.count().expand(call.q.shape[0], 1, call.tq).contiguous()
-    logit, heads, lengths, tq, tk = call.logit, call.heads, call.mask.lengths, call.tq, call.tk
-    dtype = row_dtype(call.q)
+    logit, heads, tq, tk, dtype = call.logit, call.heads, call.tq, call.tk, row_dtype(call.q)
+    lengths = None if call.mask.lengths is None else call.mask.lengths.to(torch.int64)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         p = i + ((tk if lengths is None else lengths[b]) - tq)
