@@ -226,6 +226,19 @@ def test_config_takes_names_specs_dicts_and_lists_and_is_plain_json():
             assert [made.layer_window(i) for i in range(2)] == [4, None]
 
 
+def test_an_attention_that_is_set_later_is_the_same_as_one_that_is_given(tmp_path):
+    spec = AttentionSpec(affine=Affine(length=7))
+    for value in ("sink", spec, ["softmax", spec]):
+        config = tiny_config("gated")
+        config.attention = value
+        assert config.to_dict() == tiny_config(value).to_dict()
+    tiny_model("affine").save_pretrained(tmp_path)
+    model = AffineAttnForCausalLM.from_pretrained(tmp_path, attention=spec)
+    assert model.model.layers[1].self_attn.alpha.length == 7
+    with pytest.raises(ValueError, match=r"unexpected keys .*alpha"):
+        AffineAttnForCausalLM.from_pretrained(tmp_path, attention="softmax")
+
+
 def test_layers_may_differ():
     model = tiny_model(["gated", "affine"])
     kinds = [{name.split(".")[0] for name, _ in layer.self_attn.named_parameters()} for layer in model.model.layers]
