@@ -58,9 +58,9 @@ class Mask:
             if tensor.device != device:
                 raise ValueError(f"mask.{name} is on {tensor.device}, q is on {device}; all must share a device")
         # On other devices a look would wait for all work before it, and what is traced has no numbers.
-        if self.lengths is not None and device.type == "cpu" and type(self.lengths) is Tensor:
-            if not torch.compiler.is_compiling() and ((self.lengths < 0) | (self.lengths > keys)).any():
-                raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {self.lengths.tolist()}")
+        known = device.type == "cpu" and type(self.lengths) is Tensor and not torch.compiler.is_compiling()
+        if known and self.lengths is not None and ((self.lengths < 0) | (self.lengths > keys)).any():
+            raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {self.lengths.tolist()}")
 
     def positions(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Key slot of each query, [B or 1, Tq]; negative where a row has fewer filled slots than queries."""
