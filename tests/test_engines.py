@@ -57,6 +57,23 @@ def test_any_memory_layout_will_do(engine):
         assert not [d for d in deviations(engine, strided) if not d.within]
 
 
+@pytest.mark.parametrize("engine", ["sdpa", "blocked", "reference", "flex"])
+def test_autocast_rounds_nothing_inside(engine):
+    """q, k and v have their dtype already; scores and weights stay in fp32, in the forward and in the backward."""
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 4, 2, 20, 30, 32))
+    leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = attention(**inputs, impl=engine)
+            results.append([y, *attention_stats(**{x: t for x, t in inputs.items() if x not in ("v", "gate")})])
+            if engine in ("sdpa", "blocked"):
+                for x in leaves:
+                    x.requires_grad_()
+                results[-1] += torch.autograd.grad(attention(**inputs, impl=engine).sum(), leaves)
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("engine", ["sdpa", "blocked", "reference"])
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_a_scale_that_is_not_positive(engine, scale):
