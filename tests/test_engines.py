@@ -89,6 +89,18 @@ def test_a_scale_that_is_not_positive(engine, scale):
     torch.testing.assert_close([y, dq, *others], [expected, scale * dq_scaled, *expected_others])
 
 
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_a_second_derivative_is_refused_not_taken_for_zero(engine):
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 9, 9, 8))
+    q = inputs["q"].requires_grad_()
+    (dq,) = torch.autograd.grad(attention(**inputs, impl=engine).sum(), q, create_graph=True)
+    (exact,) = torch.autograd.grad(attention(**inputs, impl="reference").sum(), q, create_graph=True)
+    torch.testing.assert_close(dq, exact)
+    exact.square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"no second derivative .*impl='reference'"):
+        (dq.square().sum() + q.sum()).backward()
+
+
 def test_the_fast_engine_takes_the_plain_cases():
     """The case table would pass with blocked alone; the stock kernels must really be in it."""
     taken = [c for c in CASES if _runs("sdpa", c)]
