@@ -139,7 +139,8 @@ def checked_call(
     if isinstance(sink, Tensor):
         _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
     elif sink is not None:
-        if not isinstance(sink, int | float) or math.isnan(sink):
+        # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
+        if not isinstance(sink, int | float) or sink != sink:
             raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
         sink = float(sink)
     rows = [(batch, heads, tq)]
@@ -149,7 +150,7 @@ def checked_call(
         _check_stage("beta", beta, rows, q)
     if gate is not None:
         _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
-    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+    if scale is not None and (not isinstance(scale, int | float) or not abs(scale) < math.inf):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
     if factor <= 0:
