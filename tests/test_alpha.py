@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,19 @@ def test_tracking_twice_commits_once(monkeypatch):
     track_alpha(gate, optimizer)
     _step(gate, [torch.randn(2, 3, DIM)], optimizer)
     assert len(commits) == 1
+
+
+def test_an_optimizer_that_accelerate_has_prepared_commits_once_per_accumulation():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    gate = _gate()
+    gate, optimizer = accelerator.prepare(gate, torch.optim.SGD(gate.parameters(), lr=0.0))
+    track_alpha(gate, optimizer)
+    micro_batches = torch.randn(2, 2, 3, DIM, device=accelerator.device)
+    for x in micro_batches:
+        with accelerator.accumulate(gate):
+            accelerator.backward(gate(x).sum())
+            optimizer.step()
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, micro_batches.flatten(0, 1)))
 
 
 def test_a_second_optimizer_of_the_same_step_does_not_decay_the_average():

@@ -52,6 +52,10 @@ BAD: dict[str, tuple[Callable, str]] = {
     "key_and_value_lengths": (call(v=V[:, :, :4]), r"k and v .*same shape, got \[2, 2, 5, 8\] and \[2, 2, 4, 8\]"),
     "heads_do_not_divide": (call(q=Q[:, :3]), r"q has 3 heads, k has 2.*multiple"),
     "no_kv_heads": (call(k=K[:, :0], v=V[:, :0]), r"q has 4 heads, k has 0.*multiple"),
+    "no_channels": (
+        call(q=Q[..., :0], k=K[..., :0], v=V[..., :0]),
+        r"at least one channel per head, got \[2, 4, 5, 0\]",
+    ),
     "statistics_too": (lambda: attention_stats(Q, K[0]), r"^k must have 4 dimensions .*got \[2, 5, 8\]"),
     "explain_too": (lambda: explain(Q[0], K, V), r"^q must have 4 dimensions .*got \[4, 5, 8\]"),
     # stages
@@ -101,6 +105,14 @@ BAD: dict[str, tuple[Callable, str]] = {
     "padding_device": (masked(padding=on_meta(torch.ones(B, T).bool())), r"padding is on meta, q is on cpu"),
     "lengths_bool": (masked(lengths=torch.ones(B).bool()), r"lengths must be an? integer tensor, got torch.bool"),
     "lengths_shape": (masked(lengths=torch.tensor([5])), r"lengths must have shape \[2\], got \[1\]"),
+    "lengths_too_large": (
+        masked(lengths=torch.tensor([T, T + 1])),
+        r"lengths must be from 0 to the 5 key slots, got \[5, 6\]",
+    ),
+    "lengths_negative": (
+        masked(lengths=torch.tensor([-1, T])),
+        r"lengths must be from 0 to the 5 key slots, got \[-1, 5\]",
+    ),
     # engines
     "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
     "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),

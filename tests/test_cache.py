@@ -136,6 +136,15 @@ def test_training_from_the_cache_is_training_with_the_teacher_cut_to_as_many(tmp
     assert [[row[name] for name in names] for row in again] == [[row[name] for name in names] for row in actual]
 
 
+def test_the_data_is_looked_at_before_the_teacher_and_both_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    nowhere = CliRunner().invoke(app, ["cache-teacher", str(tmp_path / "typo"), "typo"])
+    assert nowhere.exit_code == 2
+    assert "typo has no manifest.json: make it with affine-attn prepare" in nowhere.output
+    untaught = CliRunner().invoke(app, ["cache-teacher", str(counting_shards(tmp_path)), "./typo"])
+    assert (untaught.exit_code, untaught.output) == (2, "there is no folder ./typo\n")
+
+
 def test_the_cache_beside_the_data_is_the_default(tmp_path, teacher):
     data = counting_shards(tmp_path)
     arguments = ["cache-teacher", str(data), str(teacher), "--sequence-length", str(LENGTH), "--top-k", str(K)]

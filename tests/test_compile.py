@@ -155,3 +155,13 @@ def test_a_new_length_recompiles_and_stays_right():
     for tokens in (5, 9, 12):
         x = torch.randn(1, tokens, 16)
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["scale", "sink"])
+def test_a_number_that_changes_from_call_to_call(name):
+    """From the second value on the compiler takes it for a variable."""
+    inputs = _inputs("sdpa_plain")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for value in (0.5, 2.0, -1.5, 0.0):
+        numbers = inputs | {name: value}
+        torch.testing.assert_close(compiled(**numbers), attention(**numbers))

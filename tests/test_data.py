@@ -289,7 +289,7 @@ def test_stopped_at_any_rename_it_goes_on(tmp_path, monkeypatch, tokenizer, stop
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
-def test_refusals(tmp_path, corpus, tokenizer):
+def test_refusals(tmp_path, monkeypatch, corpus, tokenizer):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not touch")
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
@@ -318,6 +318,9 @@ def test_refusals(tmp_path, corpus, tokenizer):
         prepare(tmp_path / "out2", [str(corpus)], str(tmp_path))
     with pytest.raises(ValueError, match=r"is not a tokenizer.json of the tokenizers library"):
         prepare(tmp_path / "out3", [str(corpus)], str(corpus))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^owner/typo is no folder here, nor read from the hub: "):
+        prepare(tmp_path / "out5", [str(corpus)], "owner/typo")
     assert prepare(tmp_path / "out4", [str(tmp_path / "half.jsonl")], tokenizer)["tokens"]["train"] > 0
 
 

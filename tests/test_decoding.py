@@ -224,6 +224,7 @@ EMPTY_ROWS: dict[str, tuple[Mask, int, int, list[int]]] = {
     "all_padded_both_ways": (Mask(causal=False, padding=torch.zeros(1, 6, dtype=torch.bool)), 6, 6, list(range(6))),
     "nothing_filled": (Mask(lengths=torch.tensor([0])), 2, 6, [0, 1]),
     "no_keys": (Mask(), 3, 0, [0, 1, 2]),
+    "no_queries": (Mask(), 0, 3, []),
     "padded_window": (Mask(window=1, padding=torch.arange(6)[None] != 4), 6, 6, [4]),
 }
 

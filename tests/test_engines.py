@@ -57,6 +57,50 @@ def test_any_memory_layout_will_do(engine):
         assert not [d for d in deviations(engine, strided) if not d.within]
 
 
+@pytest.mark.parametrize("engine", ["sdpa", "blocked", "reference", "flex"])
+def test_autocast_rounds_nothing_inside(engine):
+    """q, k and v have their dtype already; scores and weights stay in fp32, in the forward and in the backward."""
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 4, 2, 20, 30, 32))
+    leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = attention(**inputs, impl=engine)
+            results.append([y, *attention_stats(**{x: t for x, t in inputs.items() if x not in ("v", "gate")})])
+            if engine in ("sdpa", "blocked"):
+                for x in leaves:
+                    x.requires_grad_()
+                results[-1] += torch.autograd.grad(attention(**inputs, impl=engine).sum(), leaves)
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "blocked", "reference"])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive(engine, scale):
+    """A scale on the scores is the same as one on q, whatever its sign."""
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 4, 2, 20, 30, 32))
+    gradients = []
+    for q, factor in ((inputs["q"], scale), (inputs["q"] * scale, 1.0)):
+        changed = {name: x for name, x in (inputs | {"q": q}).items() if isinstance(x, torch.Tensor)}
+        leaves = {name: x.detach().requires_grad_() for name, x in changed.items()}
+        y = attention(**leaves, scale=factor, impl=engine)
+        gradients.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
+    (y, dq, *others), (expected, dq_scaled, *expected_others) = gradients
+    torch.testing.assert_close([y, dq, *others], [expected, scale * dq_scaled, *expected_others])
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_a_second_derivative_is_refused_not_taken_for_zero(engine):
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 9, 9, 8))
+    q = inputs["q"].requires_grad_()
+    (dq,) = torch.autograd.grad(attention(**inputs, impl=engine).sum(), q, create_graph=True)
+    (exact,) = torch.autograd.grad(attention(**inputs, impl="reference").sum(), q, create_graph=True)
+    torch.testing.assert_close(dq, exact)
+    exact.square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"no second derivative .*impl='reference'"):
+        (dq.square().sum() + q.sum()).backward()
+
+
 def test_the_fast_engine_takes_the_plain_cases():
     """The case table would pass with blocked alone; the stock kernels must really be in it."""
     taken = [c for c in CASES if _runs("sdpa", c)]

@@ -86,11 +86,20 @@ def test_affine_starts_as_softmax_and_learns(name, attention):
         assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
 
 
-def test_an_alpha_of_the_source_does_not_stay_in_a_start_as_softmax():
-    model = convert(tiny_model("affine"), "affine", start_as_softmax=True)
-    for layer in model.model.layers:
-        assert not layer.self_attn.alpha.w_a.any()
-        assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
+def test_a_trained_affine_model_starts_as_softmax_too():
+    source = tiny_model("affine")
+    shared = {key: tensor for key, tensor in source.state_dict().items() if key not in stage_keys(source)}
+    softmax = tiny_model("softmax")
+    softmax.load_state_dict(shared)
+    assert_same(convert(source, "affine", start_as_softmax=True), softmax)
+
+
+def test_generation_settings_are_a_copy():
+    source = tiny_model("softmax")
+    source.generation_config.max_new_tokens = 3
+    model = convert(source, "affine")
+    model.generation_config.max_new_tokens = 5
+    assert source.generation_config.max_new_tokens == 3
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -85,6 +85,27 @@ def test_packing_equals_separate_sequences(name):
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4, msg=f"{how} leaks")
 
 
+def test_packed_documents_with_padding_between_them_equal_separate_sequences():
+    model = tiny_model()
+    tokens, mask = left_padded(batch=1, length=12, padded=0)
+    mask[:, 3:5] = mask[:, 10:] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1]])
+    logits = model(tokens, mask, position_ids=positions).logits
+    for document in (slice(0, 3), slice(5, 10)):
+        torch.testing.assert_close(logits[:, document], model(tokens[:, document]).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["skipped", "counted"])
+def test_padding_inside_of_a_document_does_not_cut_it(counted):
+    """Whether the positions that are given count the padding or not."""
+    model = tiny_model(rope_parameters={"rope_type": "nope"})
+    tokens, mask = left_padded(batch=1, padded=0)
+    mask[:, 3:5] = 0
+    positions = torch.arange(10)[None] if counted else (mask.cumsum(1) - 1) * mask
+    expected = model(tokens, mask).logits[mask.bool()]
+    torch.testing.assert_close(model(tokens, mask, position_ids=positions).logits[mask.bool()], expected)
+
+
 def test_windows_per_layer():
     model = tiny_model("affine", window=[3, None], num_hidden_layers=2)
     tokens, mask = left_padded()
@@ -225,6 +246,19 @@ def test_config_takes_names_specs_dicts_and_lists_and_is_plain_json():
         for made in (config, again):
             assert [made.spec(i) for i in range(2)] == expected
             assert [made.layer_window(i) for i in range(2)] == [4, None]
+
+
+def test_an_attention_that_is_set_later_is_the_same_as_one_that_is_given(tmp_path):
+    spec = AttentionSpec(affine=Affine(length=7))
+    for value in ("sink", spec, ["softmax", spec]):
+        config = tiny_config("gated")
+        config.attention = value
+        assert config.to_dict() == tiny_config(value).to_dict()
+    tiny_model("affine").save_pretrained(tmp_path)
+    model = AffineAttnForCausalLM.from_pretrained(tmp_path, attention=spec)
+    assert model.model.layers[1].self_attn.alpha.length == 7
+    with pytest.raises(ValueError, match=r"unexpected keys .*alpha"):
+        AffineAttnForCausalLM.from_pretrained(tmp_path, attention="softmax")
 
 
 def test_layers_may_differ():

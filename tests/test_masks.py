@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from affine_attn import Mask
+from affine_attn import Alibi, Mask, attention
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,18 @@ def test_visible_is_the_definition(case):
     mask, batch, tq, tk = case
     visible = mask.visible(tq, tk, CPU, slice(0, tq), slice(0, tk))
     assert visible.expand(batch, 1, tq, tk)[:, 0].tolist() == _table(mask, batch, tq, tk)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_lengths_of_any_integer_type(dtype):
+    """Also where a row has fewer filled slots than queries, whose difference is negative."""
+    q, k, v = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    lengths = torch.tensor([3, 6])
+    for impl in ("reference", "blocked", "flex"):
+        for logit in (None, Alibi()):
+            y = attention(q, k, v, Mask(lengths=lengths.to(dtype)), logit=logit, impl=impl)
+            expected = attention(q, k, v, Mask(lengths=lengths), logit=logit, impl="reference")
+            torch.testing.assert_close(y, expected, msg=lambda m, how=(impl, logit): f"{how}: {m}")
 
 
 @MANY

@@ -164,6 +164,8 @@ def cache_teacher(
     with one_line_errors():
         from affine_attn.distill import cache, estimate, shards
 
+        # Before the teacher, which the network may be asked for.
+        shards.read_manifest(data)
         plan = cache.CachePlan(
             data=data,
             out=output or data / shards.TEACHER_CACHE,

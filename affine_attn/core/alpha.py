@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from affine_attn.core.masks import Mask
+from affine_attn.core.reference import own_precision
 from affine_attn.core.spec import ACTIVATIONS, Affine
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -30,7 +31,7 @@ def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x, w = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (x, w))
-    with torch.autocast(x.device.type, enabled=False):
+    with own_precision(x):
         if x.is_cuda and not hasattr(w, "full_tensor"):
             if x.shape[0] * x.shape[1] <= _FEW_TOKENS:
                 return (x.float()[..., None, :] * w.float()).sum(-1)
@@ -186,6 +187,8 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
     """Commit alpha_ma after every step of ``optimizer``. Calling it twice is the same as once."""
+    # What accelerate makes of an optimizer has no hooks: the one inside it steps, at the end of an accumulation.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     tracked: WeakSet = optimizer.__dict__.setdefault("_affine_attn_tracked", WeakSet())
     if model in tracked:
         return

@@ -123,6 +123,8 @@ def checked_call(
     kv_heads, tk = k.shape[1], k.shape[2]
     if k.shape != value.shape:
         raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(value.shape)}")
+    if dim == 0:
+        raise ValueError(f"q, k and v must have at least one channel per head, got {list(q.shape)} for q")
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head_dim")
     if kv_heads == 0 or heads % kv_heads:
@@ -137,7 +139,8 @@ def checked_call(
     if isinstance(sink, Tensor):
         _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
     elif sink is not None:
-        if not isinstance(sink, int | float) or math.isnan(sink):
+        # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
+        if not isinstance(sink, int | float) or sink != sink:
             raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
         sink = float(sink)
     rows = [(batch, heads, tq)]
@@ -147,9 +150,12 @@ def checked_call(
         _check_stage("beta", beta, rows, q)
     if gate is not None:
         _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
-    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+    if scale is not None and (not isinstance(scale, int | float) or not abs(scale) < math.inf):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
+    if factor <= 0:
+        # Stock kernels multiply the scores of masked keys too, and minus infinity has to stay what it is.
+        q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
     q, k, value = (_with_dense_rows(x) for x in (q, k, value))
     gate = None if gate is None else _with_dense_rows(gate)
     return Call(q, k, value, mask, factor, logit, sink, alpha, beta, gate)

@@ -59,6 +59,10 @@ class Mask:
                 raise ValueError(f"mask.{name} must have shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != device:
                 raise ValueError(f"mask.{name} is on {tensor.device}, q is on {device}; all must share a device")
+        # On other devices a look would wait for all work before it, and what is traced has no numbers.
+        known = device.type == "cpu" and type(self.lengths) is Tensor and not torch.compiler.is_compiling()
+        if known and self.lengths is not None and ((self.lengths < 0) | (self.lengths > keys)).any():
+            raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {self.lengths.tolist()}")
 
     def positions(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Key slot of each query, [B or 1, Tq]; negative where a row has fewer filled slots than queries."""
@@ -68,6 +72,9 @@ class Mask:
     def predicate(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """sees(b, h, i, j): broadcastable index tensors in, bool out; also FlexAttention's mask_mod."""
         causal, window, documents, padding, lengths = (getattr(self, f.name) for f in fields(self))
+        if lengths is not None:
+            # Fewer slots than queries are a negative difference, which unsigned integers do not have.
+            lengths = lengths.to(torch.int64)
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             length = tk if lengths is None else lengths[b]

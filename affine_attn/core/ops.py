@@ -56,6 +56,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
         schema=f"(Tensor dy, Tensor y, Tensor out, Tensor lse, Tensor sums, {_ARGUMENTS}) -> Tensor[]",
     )
     op_backward.register_fake(fake_backward)
+    op_backward.register_autograd(_no_second_derivative)
 
     def setup_context(ctx, inputs, output):
         tensors, ctx.options = inputs[:10], inputs[10:]
@@ -86,8 +87,10 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
 
         # torch declares *grad_outputs and documents naming them, as here.
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+            if torch.is_grad_enabled():
+                # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
+                return autograd_backward(ctx, dy)
             y, out, lse, sums, *tensors = ctx.saved_tensors
             if dy is None:
                 return (None,) * (len(tensors) + len(ctx.options))
@@ -95,6 +98,10 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
             return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 
     return lambda call: op(*call.flat())[0] if _is_traced(call) else Eager.apply(*call.flat())
+
+
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError("attention has no second derivative on its fast engines; attention(..., impl='reference') has")
 
 
 def register_inference(name: str, forward: Forward, fake: Forward) -> Callable[[Call], Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from affine_attn.core.call import Call
 from affine_attn.core.ops import Backward, Forward, Gradients, Output
-from affine_attn.core.reference import isolate
+from affine_attn.core.reference import isolate, own_precision
 
 
 def quarantined(forward: Forward, devices: tuple[str, ...]) -> Forward:
@@ -44,16 +44,18 @@ def quarantined_backward(forward: Forward, backward: Backward, devices: tuple[st
 def visible_sum(x: Tensor, call: Call) -> Tensor:
     """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D], in blocks of rows."""
     total = x.new_zeros(*x.shape[:2], call.tq, x.shape[3])
-    for rows, keys in call.blocks():
-        total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
+    with own_precision(x):
+        for rows, keys in call.blocks():
+            total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
     return total
 
 
 def visible_sum_backward(dtotal: Tensor, call: Call) -> Tensor:
     """The transpose of :func:`visible_sum`."""
     dx = dtotal.new_zeros(*dtotal.shape[:2], call.tk, dtotal.shape[3])
-    for rows, keys in call.blocks():
-        dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
+    with own_precision(dtotal):
+        for rows, keys in call.blocks():
+            dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
     return dx
 
 

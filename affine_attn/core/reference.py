@@ -9,6 +9,7 @@ Dense, any dtype, any device, differentiable by autograd. Every engine is tested
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -107,8 +108,15 @@ def weights(p: Tensor, visible: Tensor, alpha: Tensor | None, beta: Tensor | Non
 def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x [B, H, T, n] @ m [B, Hkv, n, d], query head h with kv head h // (H / Hkv), without copying m."""
     rows = x.unflatten(1, (m.shape[1], -1)).flatten(2, 3)
-    product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
-    return product.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+    with own_precision(x):
+        product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
+    return product.unflatten(2, (x.shape[1] // m.shape[1], x.shape[2])).flatten(1, 2)
+
+
+def own_precision(x: Tensor) -> AbstractContextManager:
+    """For products in the precision of what is multiplied: autocast would round scores and weights to 16 bits."""
+    # Tensors without numbers know no autocast.
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def isolate(call: Call, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,10 +28,12 @@ def find_tokenizer(name: str) -> Path:
         raise ValueError(f"{name} is neither a tokenizer.json nor a folder with one")
     from transformers.utils.hub import cached_file
 
-    # transformers names the id and what to do about it (no such repository, no network) in one sentence.
-    found = [
-        cached_file(name, file, _raise_exceptions_for_missing_entries=file == FILE) for file in (FILE, *COMPANIONS)
-    ]
+    from affine_attn.models.convert import named_place
+
+    with named_place(name):
+        found = [
+            cached_file(name, file, _raise_exceptions_for_missing_entries=file == FILE) for file in (FILE, *COMPANIONS)
+        ]
     return Path(str(found[0]))
 
 

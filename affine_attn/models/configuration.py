@@ -44,11 +44,6 @@ class AffineAttnConfig(LlamaConfig):
             )
         if self.attention_dropout:
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
-        # Plain JSON from here on: save_pretrained cannot write objects.
-        if isinstance(self.attention, list | tuple):
-            self.attention = [as_spec(entry).to_dict() for entry in self.attention]
-        else:
-            self.attention = as_spec(self.attention).to_dict()
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
@@ -62,6 +57,14 @@ class AffineAttnConfig(LlamaConfig):
                 "scale-invariant attention without qk_norm=True: its derivation assumes logits of unit variance",
                 stacklevel=2,
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Plain JSON, since save_pretrained cannot write objects; also what from_pretrained(attention=...) sets later.
+        if name == "attention" and isinstance(value, list | tuple):
+            value = [as_spec(entry).to_dict() for entry in value]
+        elif name == "attention":
+            value = as_spec(value).to_dict()
+        super().__setattr__(name, value)
 
     def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str]:
         """How tensor parallelism shards a layer: what the stages have per query head goes with the heads of q_proj."""

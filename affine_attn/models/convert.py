@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def convert(
     model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
     _fill(model, source, new=stage_keys(model))
     if start_as_softmax:
-        # After those of the source, which may have an alpha of its own.
+        # Also where the source has an alpha of its own.
         for gate in alpha_gates(model):
             gate.reset_parameters()
             nn.init.zeros_(gate.w_a)
@@ -197,7 +198,7 @@ def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
 
 def _fill(target: PreTrainedModel, source: PreTrainedModel, new: list[str]) -> None:
     """Copy all tensors, generation settings and the mode; only the ``new`` ones of the target may stay as they are."""
-    target.generation_config = source.generation_config
+    target.generation_config = deepcopy(source.generation_config)
     target.train(source.training)
     given = source.state_dict()
     _refuse(given.keys() - target.state_dict().keys(), "of the source has no place in the target")

@@ -107,8 +107,8 @@ def decoder_mask(
 ) -> PreparedMask:
     """The mask of an AffineAttn decoder for new tokens [B, T, ...]; windows are each layer's own.
 
-    Packing is read from document_ids, or from position_ids that do not go up by one; between real tokens only, since
-    padding may have any position.
+    Packing is read from document_ids, or from position_ids of real tokens that do not go up by one (across padding:
+    that do not go up); padding may have any position.
     """
     if isinstance(attention_mask, PreparedMask):
         return attention_mask
@@ -136,7 +136,12 @@ def _documents(position_ids: Tensor, padding: Tensor | None) -> Tensor | None:
     breaks = position_ids.diff(dim=1) != 1
     if padding is not None:
         real = padding[:, : position_ids.shape[1]].bool()
-        breaks = breaks & real[:, 1:] & real[:, :-1]
+        slots = torch.arange(real.shape[1], device=real.device)
+        # Slot of the last real token before each but the first; -1 where there is none.
+        last = torch.where(real, slots, -1).cummax(1).values[:, :-1]
+        steps = position_ids[:, 1:] - position_ids.gather(1, last.clamp(min=0))
+        # Padding inside of a document is counted by some positions and skipped by others.
+        breaks = torch.where(last == slots[:-1], steps != 1, steps <= 0) & real[:, 1:] & (last >= 0)
     if not torch.compiler.is_compiling() and not bool(breaks.any()):
         return None
     return F.pad(breaks.cumsum(1), (1, 0))

@@ -13,6 +13,7 @@ from affine_attn.core.quarantine import quarantined, quarantined_backward
 from affine_attn.core.reference import (
     coefficients,
     grouped_matmul,
+    own_precision,
     probabilities,
     row_dtype,
     rows_of,
@@ -90,7 +91,8 @@ def _probabilities(call: Call, k: Tensor, rows: slice, keys: slice) -> tuple[Ten
 def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
     """x^T m summed over the query heads of each kv head: [B, H, T, n], [B, H, T, d] -> [B, Hkv, n, d]."""
     group = (like.shape[1], -1)
-    return x.unflatten(1, group).flatten(2, 3).mT @ m.unflatten(1, group).flatten(2, 3)
+    with own_precision(x):
+        return x.unflatten(1, group).flatten(2, 3).mT @ m.unflatten(1, group).flatten(2, 3)
 
 
 def fake(call: Call) -> Output:

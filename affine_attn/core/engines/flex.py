@@ -20,7 +20,7 @@ from affine_attn.core.call import Call
 from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
 from affine_attn.core.quarantine import visible_sum, visible_sum_backward
-from affine_attn.core.reference import row_dtype
+from affine_attn.core.reference import own_precision, row_dtype
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 
@@ -46,17 +46,18 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     q = call.q
-    o, aux = _flex()(
-        q,
-        call.k,
-        call.v,
-        score_mod=_score_mod(call),
-        block_mask=_block_mask(call),
-        scale=call.scale,
-        enable_gqa=call.heads != call.k.shape[1],
-        return_aux=AuxRequest(lse=True),
-        kernel_options=_KERNEL_OPTIONS,
-    )
+    with own_precision(q):
+        o, aux = _flex()(
+            q,
+            call.k,
+            call.v,
+            score_mod=_score_mod(call),
+            block_mask=_block_mask(call),
+            scale=call.scale,
+            enable_gqa=call.heads != call.k.shape[1],
+            return_aux=AuxRequest(lse=True),
+            kernel_options=_KERNEL_OPTIONS,
+        )
     o, _ = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
     u = None if call.beta is None else _VisibleValues.apply(call.v, call)
     return combine(o, u, call.alpha, call.beta, call.gate, row_dtype(q)).to(q.dtype)
@@ -86,8 +87,8 @@ def _score_mod(call: Call):
     if call.logit is None:
         return None
     count = call.count().expand(call.q.shape[0], 1, call.tq).contiguous()
-    logit, heads, lengths, tq, tk = call.logit, call.heads, call.mask.lengths, call.tq, call.tk
-    dtype = row_dtype(call.q)
+    logit, heads, tq, tk, dtype = call.logit, call.heads, call.tq, call.tk, row_dtype(call.q)
+    lengths = None if call.mask.lengths is None else call.mask.lengths.to(torch.int64)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         p = i + ((tk if lengths is None else lengths[b]) - tq)
