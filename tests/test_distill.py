@@ -273,6 +273,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_pa
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
+def test_a_perplexity_that_no_float_holds_does_not_end_the_run(data, tmp_path):
+    """Of a rate much too high: losses are finite, and beyond 709 nats their exponential is not."""
+    run(tiny(data, learning_rate=100.0, steps=12, valid_steps=1), tmp_path)
+    found = [(row["valid_hard"], row["valid_perplexity"]) for row in metrics(tmp_path)]
+    assert max(found)[0] > 710 and max(found)[1] == math.inf
+    low, perplexity = min(found)
+    assert perplexity == pytest.approx(math.exp(low))
+
+
 def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
     run(tiny(data, save_steps=2), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint-4", "checkpoint-6"]
