@@ -289,6 +289,12 @@ def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
         ValueError, match="has tokens up to 63, the student's vocabulary 32 entries: give vocab_size=64"
     ):
         run(tiny(data, vocab_size=32), tmp_path / "other")
+    # Before the first step: on a GPU, a token too many would end the process whenever it comes.
+    with pytest.raises(ValueError, match="has tokens up to 63, shared_vocab=50 leaves some of them out"):
+        run(tiny(data, teacher="nano", shared_vocab=50), tmp_path / "other")
+    AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=32)).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"has tokens up to 63, teacher=.*small knows 32"):
+        run(tiny(data, teacher=str(tmp_path / "small")), tmp_path / "other")
     with pytest.raises(ValueError, match="affine-attn prepare"):
         run(tiny(tmp_path / "nowhere"), tmp_path / "other")
 
