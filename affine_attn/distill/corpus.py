@@ -8,6 +8,7 @@ import json
 import lzma
 import platform
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +107,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
         try:
             for line in _decompressed(path, raw):
                 yield line, raw.tell()
-        except (EOFError, lzma.LZMAError) as error:
+        except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or cut short: {error}") from error
 
 
@@ -138,7 +139,7 @@ def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[tuple[s
             continue
         try:
             record = json.loads(line) if line.strip() else {text_field: ""}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number + 1}, is not an object with fields")
@@ -162,24 +163,24 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in (columns := file.schema_arrow.names):
+                raise ValueError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
+            size, rows = path.stat().st_size, file.metadata.num_rows
+            number = 0
+            for group in range(file.metadata.num_row_groups):
+                group_rows = file.metadata.row_group(group).num_rows
+                if number + group_rows <= skip:
+                    number += group_rows
+                    continue
+                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
+                    for text in batch.column(0).to_pylist():
+                        number += 1
+                        if number > skip:
+                            yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
+    # Of the file's end at once, of a page within when it is its turn.
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a parquet file, or cut short: {error}") from error
-    with file:
-        if text_field not in (columns := file.schema_arrow.names):
-            raise ValueError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
-        size, rows = path.stat().st_size, file.metadata.num_rows
-        number = 0
-        for group in range(file.metadata.num_row_groups):
-            group_rows = file.metadata.row_group(group).num_rows
-            if number + group_rows <= skip:
-                number += group_rows
-                continue
-            for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    if number > skip:
-                        yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
 
 
 def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
