@@ -345,6 +345,19 @@ def test_a_damaged_page_of_parquet_names_its_file(tmp_path, tokenizer):
         prepare(tmp_path / "out", [str(path)], tokenizer)
 
 
+def test_a_folder_inside_the_sources_is_none_of_them(tmp_path, monkeypatch, tokenizer):
+    """Its manifest and its tokenizer are JSON too."""
+    (tmp_path / "text").mkdir()
+    _write_jsonl(tmp_path / "text" / "a.jsonl", _texts(30))
+    monkeypatch.chdir(tmp_path)
+    made = prepare("text/shards", ["text"], tokenizer)
+    assert made["documents"]["train"] + made["documents"]["valid"] == 30
+    assert prepare("text/shards", ["text"], tokenizer) == made
+    assert prepare("text/../text/shards", ["text"], tokenizer) == made
+    with pytest.raises(ValueError, match=r"text is not empty \(a.jsonl\)"):
+        prepare("text", ["text"], tokenizer)
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path, corpus, tokenizer):
     import fcntl
 

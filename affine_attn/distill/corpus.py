@@ -42,17 +42,24 @@ class Source:
 
 
 def find_sources(
-    names: Iterable[str], text_field: str = "text", separator: str | None = None, max_files: int | None = None
+    names: Iterable[str],
+    text_field: str = "text",
+    separator: str | None = None,
+    max_files: int | None = None,
+    shards: Path | None = None,
 ) -> list[Source]:
     """Files, folders (their files, sorted) and hub datasets ``ID[:CONFIG[:SPLIT]]``; if none, the standard library.
 
-    A text file is one document, or with a separator one document between any two lines that hold only that.
+    A text file is one document, or with a separator one document between any two lines that hold only that. The folder
+    ``shards``, which may lie inside another, is no source.
     """
     found: list[Source] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.is_file() and _format(file) is not None]
+            if shards is not None and path.resolve() in shards.resolve().parents:
+                files = [file for file in files if not file.resolve().is_relative_to(shards.resolve())]
             if not files:
                 raise ValueError(f"{name} holds no text, JSON-lines or parquet files")
             found += [_file(file, text_field, separator) for file in files]
