@@ -277,7 +277,9 @@ def test_a_perplexity_that_no_float_holds_does_not_end_the_run(data, tmp_path):
     """Of a rate much too high: losses are finite, and beyond 709 nats their exponential is not."""
     run(tiny(data, learning_rate=100.0, steps=12, valid_steps=1), tmp_path)
     found = [(row["valid_hard"], row["valid_perplexity"]) for row in metrics(tmp_path)]
-    assert max(found)[0] > 710 and max(found)[1] == math.inf
+    highest, perplexity = max(found)
+    assert highest > 710
+    assert perplexity == math.inf
     low, perplexity = min(found)
     assert perplexity == pytest.approx(math.exp(low))
 

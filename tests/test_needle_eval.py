@@ -71,7 +71,7 @@ def retrieved(folder, choose, **settings):
 
 def test_a_file_without_documents_is_named(folder, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="empty.jsonl has no text"):
+    with pytest.raises(ValueError, match=r"empty.jsonl has no text"):
         JoinedTexts(AutoTokenizer.from_pretrained(folder), tmp_path / "empty.jsonl")
 
 
