@@ -4,7 +4,6 @@ The numbers are those of ``DistillTrainer`` for each student alone (tested). Wha
 one device does without: accumulation, several ranks, recomputation. A step is one batch, and so is its validation.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -26,6 +25,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards, temporary
 from affine_attn.distill.statistics import SEQUENCES
 from affine_attn.distill.teacher import ask, logits
+from affine_attn.distill.validation import perplexity
 from affine_attn.models.statistics import evaluating
 from experiments import needles, runs
 from experiments.grid import Group
@@ -147,7 +147,7 @@ def validate(
             for row, (kd, ce, entropy, taught) in zip(found, (sums / max(tokens, 1)).tolist(), strict=True):
                 if asked is not None:
                     row |= {"kd": kd, "entropy": entropy, "teacher_ce": taught}
-                row |= {"ce": ce, "ppl": math.exp(ce), "tokens": tokens} if own else {f"ce_{length}": ce}
+                row |= {"ce": ce, "ppl": perplexity(ce), "tokens": tokens} if own else {f"ce_{length}": ce}
     return found
 
 

@@ -176,9 +176,11 @@ def test_files_are_what_was_written(tmp_path):
     }  # fmt: skip
     assert again.content["model"]["variant"] == "affine"
     assert "".join(again.content["map"]["tokens"])[:8] in "<|endoftext|>" + HOSTILE
-    (folder / files.MAPS).write_bytes(b"PK broken")
-    with pytest.raises(ValueError, match="damaged"):
-        files.read(folder)
+    whole = (folder / files.MAPS).read_bytes()
+    for broken in (b"PK broken", whole[: len(whole) // 2], whole[:200] + bytes(100) + whole[300:]):
+        (folder / files.MAPS).write_bytes(broken)
+        with pytest.raises(ValueError, match="damaged"):
+            files.read(folder)
     with pytest.raises(ValueError, match="make it with affine-attn analyze"):
         files.read(tmp_path)
 

@@ -295,13 +295,24 @@ def test_refusals(tmp_path, monkeypatch, corpus, tokenizer):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     (tmp_path / "cut.jsonl").write_text('{"text": "good"}\n{"text": "cu')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(corpus.read_bytes())[:-40])
+    stored = bytearray(gzip.compress(corpus.read_bytes(), 0))
+    stored[10] = 0xFF  # a block of a kind that does not exist
+    (tmp_path / "block.jsonl.gz").write_bytes(stored)
+    for suffix in ("gz", "bz2", "zst"):
+        (tmp_path / f"plain.jsonl.{suffix}").write_bytes(corpus.read_bytes())
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "half.jsonl").write_text('{"text": "half a pair: \\ud83d"}\n')
     for source, message in {
         "bad.jsonl": "line 2, has a int in field 'text', not text",
         "cut.jsonl": "line 2, is not JSON",
-        "cut.jsonl.gz": "is damaged or cut short",
+        "cut.jsonl.gz": "cut.jsonl.gz is damaged or cut short",
+        "block.jsonl.gz": "block.jsonl.gz is damaged or cut short",
+        "plain.jsonl.gz": "plain.jsonl.gz is damaged or cut short",
+        "plain.jsonl.bz2": "plain.jsonl.bz2 is damaged or cut short",
+        "plain.jsonl.zst": "plain.jsonl.zst is damaged or cut short",
+        "deep.jsonl": "line 1, is not JSON",
         "latin.txt": "is not UTF-8 text",
         "empty.txt": "there is no text in",
         "nothing.jsonl": "there is no file or folder",
@@ -322,6 +333,32 @@ def test_refusals(tmp_path, monkeypatch, corpus, tokenizer):
     with pytest.raises(ValueError, match=r"^owner/typo is no folder here, nor read from the hub: "):
         prepare(tmp_path / "out5", [str(corpus)], "owner/typo")
     assert prepare(tmp_path / "out4", [str(tmp_path / "half.jsonl")], tokenizer)["tokens"]["train"] > 0
+
+
+def test_a_damaged_page_of_parquet_names_its_file(tmp_path, tokenizer):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "page.parquet"
+    pq.write_table(pa.table({"text": ["a" * 100] * 100}), path, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[1000:3000] = b"\xff" * 2000
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"page.parquet is not a parquet file, or cut short"):
+        prepare(tmp_path / "out", [str(path)], tokenizer)
+
+
+def test_a_folder_inside_the_sources_is_none_of_them(tmp_path, monkeypatch, tokenizer):
+    """Its manifest and its tokenizer are JSON too."""
+    (tmp_path / "text").mkdir()
+    _write_jsonl(tmp_path / "text" / "a.jsonl", _texts(30))
+    monkeypatch.chdir(tmp_path)
+    made = prepare("text/shards", ["text"], tokenizer)
+    assert made["documents"]["train"] + made["documents"]["valid"] == 30
+    assert prepare("text/shards", ["text"], tokenizer) == made
+    assert prepare("text/../text/shards", ["text"], tokenizer) == made
+    with pytest.raises(ValueError, match=r"text is not empty \(a.jsonl\)"):
+        prepare("text", ["text"], tokenizer)
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path, corpus, tokenizer):

@@ -273,6 +273,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_pa
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
+def test_a_perplexity_that_no_float_holds_does_not_end_the_run(data, tmp_path):
+    """Of a rate much too high: losses are finite, and beyond 709 nats their exponential is not."""
+    run(tiny(data, learning_rate=100.0, steps=12, valid_steps=1), tmp_path)
+    found = [(row["valid_hard"], row["valid_perplexity"]) for row in metrics(tmp_path)]
+    highest, perplexity = max(found)
+    assert highest > 710
+    assert perplexity == math.inf
+    low, perplexity = min(found)
+    assert perplexity == pytest.approx(math.exp(low))
+
+
 def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
     run(tiny(data, save_steps=2), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint-4", "checkpoint-6"]
@@ -280,6 +291,12 @@ def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
         ValueError, match="has tokens up to 63, the student's vocabulary 32 entries: give vocab_size=64"
     ):
         run(tiny(data, vocab_size=32), tmp_path / "other")
+    # Before the first step: on a GPU, a token too many would end the process whenever it comes.
+    with pytest.raises(ValueError, match="has tokens up to 63, shared_vocab=50 leaves some of them out"):
+        run(tiny(data, teacher="nano", shared_vocab=50), tmp_path / "other")
+    AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=32)).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"has tokens up to 63, teacher=.*small knows 32"):
+        run(tiny(data, teacher=str(tmp_path / "small")), tmp_path / "other")
     with pytest.raises(ValueError, match="affine-attn prepare"):
         run(tiny(tmp_path / "nowhere"), tmp_path / "other")
 

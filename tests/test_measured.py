@@ -119,6 +119,16 @@ def test_lines_after_the_checkpoint_and_a_line_that_was_cut_go(tmp_path):
     file.cut(2)
     assert file.rows() == [{"step": step, "values": [step, None]} for step in range(3)]
     assert [path.name for path in file.path.parent.iterdir()] == ["lines.jsonl"]
+    # A crash of the machine may leave zeros, or whatever was on the disk, where a line was.
+    for broken in (b"\0\0\0\n", b'{"step": \xff\n', b'{"st\n', b"3\n"):
+        file.cut(2)
+        with file.path.open("ab") as end:
+            end.write(broken)
+        with pytest.raises(ValueError, match=r"lines.jsonl, line 4, is damaged: remove it"):
+            file.rows()
+        file.path.unlink()
+        for step in range(3):
+            file.append({"step": step})
 
 
 # Statistics

@@ -14,7 +14,7 @@ from affine_attn.distill.needle import Needles, NeedleSequences
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import recipe
 from affine_attn.distill.run import run
-from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.shards import IGNORED, TokenShards
 from tests.tiny_runs import metrics, tiny
 
 LENGTH = 192
@@ -58,6 +58,16 @@ def test_only_the_answers_are_learned_and_they_are_in_the_text(data):
     assert torch.equal(pickle.loads(pickle.dumps(made))[7]["input_ids"], made[7]["input_ids"])
     with pytest.raises(ValueError, match="60 tokens are too few for 3 needles and 3 questions"):
         NeedleSequences(TokenShards(data, 60), 1)[0]
+
+
+def test_what_is_held_out_asks_for_numbers_that_were_never_learned(data):
+    chosen = tiny(data, needles=2, sequence_length=LENGTH, documents=False, valid_sequences=8)
+    learned, held_out = (
+        {tuple(item["labels"][item["labels"] != IGNORED].tolist()) for item in map(made.__getitem__, range(8))}
+        for made in (sequences(chosen), sequences(chosen, "valid"))
+    )
+    assert len(learned) == len(held_out) == 8
+    assert not learned & held_out
 
 
 def test_depth_is_where_a_needle_lies(data):

@@ -69,6 +69,12 @@ def retrieved(folder, choose, **settings):
     return needle_retrieval(Reader(tokenizer, choose), text, tokenizer.encode, LENGTH, **settings)
 
 
+def test_a_file_without_documents_is_named(folder, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"empty.jsonl has no text"):
+        JoinedTexts(AutoTokenizer.from_pretrained(folder), tmp_path / "empty.jsonl")
+
+
 def test_a_model_that_reads_the_question_is_always_right(folder):
     found = retrieved(folder, lambda cities, asked: asked, haystacks=6)
     assert found["metrics"]["accuracy"] == {"value": 1.0, "stderr": 0.0}

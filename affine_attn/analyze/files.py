@@ -35,9 +35,11 @@ on keys that are not visible; their mean over axis 1 is the head-averaged map of
 """
 
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -92,7 +94,7 @@ def read(folder: Path) -> Analysis:
         version = content["version"]
         with np.load(folder / MAPS) as arrays:
             weights = arrays["weights"]
-    except (ValueError, TypeError, KeyError, OSError, EOFError) as error:
+    except (ValueError, TypeError, KeyError, OSError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{folder} is damaged: analyze the model again") from error
     if version != VERSION:
         raise ValueError(f"{path} is of format version {version}, this package reads {VERSION}: analyze again")

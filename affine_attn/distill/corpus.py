@@ -8,6 +8,7 @@ import json
 import lzma
 import platform
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,17 +42,24 @@ class Source:
 
 
 def find_sources(
-    names: Iterable[str], text_field: str = "text", separator: str | None = None, max_files: int | None = None
+    names: Iterable[str],
+    text_field: str = "text",
+    separator: str | None = None,
+    max_files: int | None = None,
+    shards: Path | None = None,
 ) -> list[Source]:
     """Files, folders (their files, sorted) and hub datasets ``ID[:CONFIG[:SPLIT]]``; if none, the standard library.
 
-    A text file is one document, or with a separator one document between any two lines that hold only that.
+    A text file is one document, or with a separator one document between any two lines that hold only that. The folder
+    ``shards``, which may lie inside another, is no source.
     """
     found: list[Source] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.is_file() and _format(file) is not None]
+            if shards is not None and path.resolve() in shards.resolve().parents:
+                files = [file for file in files if not file.resolve().is_relative_to(shards.resolve())]
             if not files:
                 raise ValueError(f"{name} holds no text, JSON-lines or parquet files")
             found += [_file(file, text_field, separator) for file in files]
@@ -106,7 +114,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
         try:
             for line in _decompressed(path, raw):
                 yield line, raw.tell()
-        except (EOFError, lzma.LZMAError) as error:
+        except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or cut short: {error}") from error
 
 
@@ -138,7 +146,7 @@ def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[tuple[s
             continue
         try:
             record = json.loads(line) if line.strip() else {text_field: ""}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number + 1}, is not an object with fields")
@@ -162,24 +170,24 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in (columns := file.schema_arrow.names):
+                raise ValueError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
+            size, rows = path.stat().st_size, file.metadata.num_rows
+            number = 0
+            for group in range(file.metadata.num_row_groups):
+                group_rows = file.metadata.row_group(group).num_rows
+                if number + group_rows <= skip:
+                    number += group_rows
+                    continue
+                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
+                    for text in batch.column(0).to_pylist():
+                        number += 1
+                        if number > skip:
+                            yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
+    # Of the file's end at once, of a page within when it is its turn.
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a parquet file, or cut short: {error}") from error
-    with file:
-        if text_field not in (columns := file.schema_arrow.names):
-            raise ValueError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
-        size, rows = path.stat().st_size, file.metadata.num_rows
-        number = 0
-        for group in range(file.metadata.num_row_groups):
-            group_rows = file.metadata.row_group(group).num_rows
-            if number + group_rows <= skip:
-                number += group_rows
-                continue
-            for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    if number > skip:
-                        yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
 
 
 def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:

@@ -21,9 +21,10 @@ def sequences(recipe: Recipe, split: str = "train") -> Sequences:
     text = TokenShards(*place)
     if recipe.needles == 0:
         return text
-    # None of them twice: numbers that come back would be learned by heart.
-    number = recipe.steps * recipe.global_batch if split == "train" else recipe.valid_sequences
-    return NeedleSequences(text, number, recipe.needles, recipe.seed)
+    # None of them twice, nor held out: numbers that come back would be learned by heart.
+    trained = recipe.steps * recipe.global_batch
+    number, first = (trained, 0) if split == "train" else (recipe.valid_sequences, trained)
+    return NeedleSequences(text, number, recipe.needles, recipe.seed, first)
 
 
 def held_out(recipe: Recipe) -> Subset[dict[str, Tensor]] | None:

@@ -39,9 +39,18 @@ class JsonLines:
         self.path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        written = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        written = self.path.read_bytes() if self.path.exists() else b""
         # A line without an end was cut when its process was killed.
-        return [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
+        lines = written[: written.rfind(b"\n") + 1].splitlines()
+        return [self._row(number, line) for number, line in enumerate(lines, start=1)]
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.path}, line {number}, is damaged: remove it") from error
+        return row
 
     def cut(self, step: int) -> None:
         """Drop what is later than the checkpoint of this step: those steps are about to be done again."""

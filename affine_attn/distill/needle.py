@@ -84,12 +84,15 @@ def _encoded(tokenizer: Tokenizer, words: str) -> list[int]:
 
 
 class NeedleSequences(Dataset[dict[str, Tensor]]):
-    """``number`` sequences for training, each with needles and places of its own; all needles are asked for."""
+    """``number`` sequences for training, each with needles and places of its own; all needles are asked for.
 
-    def __init__(self, text: TokenShards, number: int, needles: int = 3, seed: int = 0):
+    ``first``: sequences of the same seed before these, such as those of the training that these are held out from.
+    """
+
+    def __init__(self, text: TokenShards, number: int, needles: int = 3, seed: int = 0, first: int = 0):
         if not 1 <= needles <= len(CITIES):
             raise ValueError(f"needles must be between 1 and {len(CITIES)}, got {needles}")
-        self.text, self.number, self.needles, self.seed = text, number, needles, seed
+        self.text, self.number, self.needles, self.seed, self.first = text, number, needles, seed, first
         self.sequence_length, self.manifest, self.tokenizer = text.sequence_length, text.manifest, text.tokenizer
         # No lambda: processes that read data get this object pickled.
         self._made = Needles(text, partial(_encoded, load_tokenizer(find_tokenizer(str(text.tokenizer)))))
@@ -100,7 +103,7 @@ class NeedleSequences(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         if not 0 <= i < self.number:
             raise IndexError(f"sequence {i} of {self.number}")
-        rng, start = np.random.default_rng((self.seed, i)), i % len(self.text) * self.sequence_length
+        rng, start = np.random.default_rng((self.seed, self.first + i)), i % len(self.text) * self.sequence_length
         depths, asked = rng.random(self.needles), rng.permutation(self.needles)
         ids, labels = self._made.haystack(rng, start, self.sequence_length, depths.tolist(), asked.tolist())
         # As transformers has labels: of the token itself.

@@ -66,7 +66,7 @@ def prepare(
         raise ValueError(f"the part for validation must be at least 0 and below 1, got {valid}")
     if shard_tokens < 1:
         raise ValueError(f"a shard must hold at least one token, got {shard_tokens}")
-    sources = find_sources(names, text_field, separator, max_files)
+    sources = find_sources(names, text_field, separator, max_files, shards=out)
     given = None if tokenizer is None else find_tokenizer(tokenizer)
     settings = {
         "sources": [source.identity for source in sources],

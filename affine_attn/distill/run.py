@@ -58,12 +58,17 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
         logging.getLogger(__name__).warning("--resume: %s", found)
     dataset, config = sequences(recipe), recipe.student_config
-    if dataset.manifest["vocab_size"] > config.vocab_size:
+    needed = dataset.manifest["vocab_size"]
+    has = f"{recipe.data} has tokens up to {needed - 1},"
+    if needed > config.vocab_size:
         raise ValueError(
-            f"{recipe.data} has tokens up to {dataset.manifest['vocab_size'] - 1}, the student's vocabulary "
-            f"{config.vocab_size} entries: give vocab_size={dataset.manifest['vocab_size']} or other data"
+            f"{has} the student's vocabulary {config.vocab_size} entries: give vocab_size={needed} or other data"
         )
+    if recipe.shared_vocab is not None and needed > recipe.shared_vocab:
+        raise ValueError(f"{has} shared_vocab={recipe.shared_vocab} leaves some of them out: give at least {needed}")
     teacher = _teacher(recipe, output)
+    if teacher is not None and needed > (known := teacher.get_input_embeddings().weight.shape[0]):
+        raise ValueError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(

@@ -6,6 +6,7 @@ holds out: ``valid_loss``, what is minimised; with a teacher its parts ``valid_k
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,13 @@ def validate(trainer: DistillTrainer, sequences: Subset[dict[str, Tensor]]) -> d
     *sums, tokens = summed.tolist()
     loss, kd, hard, entropy = (value / max(tokens, 1) for value in sums)
     taught = {"valid_kd": kd, "valid_entropy": entropy} if trainer.has_target else {}
-    perplexity = {"valid_perplexity": math.exp(hard), "valid_tokens": int(tokens)}
-    return {"valid_loss": loss, **taught, "valid_hard": hard, **perplexity}
+    counted = {"valid_perplexity": perplexity(hard), "valid_tokens": int(tokens)}
+    return {"valid_loss": loss, **taught, "valid_hard": hard, **counted}
+
+
+def perplexity(loss: float) -> float:
+    """Infinite where a float cannot hold it: a student on its way to diverge is measured as any other."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 def _turns(sequences: int, batch: int, rank: int, world: int) -> list[Sequence[int]]:

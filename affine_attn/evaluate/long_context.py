@@ -28,7 +28,10 @@ class JoinedTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, file: Path):
         prefix = prefix_token(tokenizer)
-        self._tokens = np.concatenate([[prefix, *encode(tokenizer, text)] for text in documents(file)]).astype(np.int64)
+        texts = [[prefix, *encode(tokenizer, text)] for text in documents(file)]
+        if not texts:
+            raise ValueError(f"{file} has no text")
+        self._tokens = np.concatenate(texts).astype(np.int64)
         self.tokens = len(self._tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
