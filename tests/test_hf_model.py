@@ -187,6 +187,12 @@ def test_a_loaded_model_trains_and_tracks_alpha(tmp_path):
     assert not torch.equal(before, model.model.layers[0].self_attn.alpha.alpha_ma)
 
 
+def test_a_forward_on_meta_tells_shapes():
+    with torch.device("meta"):
+        model = AffineAttnForCausalLM(tiny_config("affine_gated"))
+        assert model(torch.zeros(2, 6, dtype=torch.int64), use_cache=False).logits.shape == (2, 6, 61)
+
+
 def test_gradient_checkpointing_gives_the_same_gradients():
     tokens, mask = left_padded()
     plain, saving = tiny_model("affine_gated").train(), tiny_model("affine_gated").train()
