@@ -209,6 +209,12 @@ def test_alpha_is_tracked_under_transformers_trainer(tmp_path):
         torch.testing.assert_close(gate.alpha_ma, 0.1 * mean.alpha)
 
 
+def test_a_forward_on_meta_tells_shapes():
+    with torch.device("meta"):
+        model = AffineAttnForCausalLM(tiny_config("affine_gated"))
+        assert model(torch.zeros(2, 6, dtype=torch.int64), use_cache=False).logits.shape == (2, 6, 61)
+
+
 def test_gradient_checkpointing_gives_the_same_gradients():
     tokens, mask = left_padded()
     plain, saving = tiny_model("affine_gated").train(), tiny_model("affine_gated").train()
