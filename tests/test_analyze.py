@@ -159,6 +159,13 @@ def test_a_window_that_slides_hides_old_keys():
     assert not maps[:, :, 9, 3].any()
 
 
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").write_text("")
+    # No such model either: it is not even looked for.
+    with pytest.raises(ValueError, match=r"results cannot be written to .*none: give a folder of your own with --output"):
+        analyze_all([str(tmp_path / "none")], Request(tmp_path / "none"), tmp_path / "file")
+
+
 def test_files_are_what_was_written(tmp_path):
     (place,) = models(tmp_path, "affine")
     request = Request(text_file(tmp_path), length=48, sequences=2, layers=[1], window="4:20")

@@ -14,14 +14,15 @@ import lm_eval.tasks
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
 from affine_attn.evaluate import harness
 from affine_attn.evaluate.harness import BatchedLM
-from affine_attn.evaluate.score import Pair, batch_rows, score
+from affine_attn.evaluate.results import measured_once
+from affine_attn.evaluate.score import Pair, batch_rows, score, score_file
 from affine_attn.evaluate.tasks import SIX, LocalData, find_tasks
 from affine_attn.models import convert
 from tests.evaluation_sets import TEXTS, small_llama, write_sets
@@ -318,6 +319,22 @@ def test_scores_of_other_requests_are_refused(converted, sets, tmp_path):
     answer = runner.invoke(app, ["eval-score", str(tiny), str(asked), str(scores)])
     assert answer.exit_code == 2
     assert "exported for another model" in answer.stderr
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(converted, sets, tmp_path):
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "below"
+
+    def measure():
+        raise AssertionError("it would be lost")
+
+    with pytest.raises(ValueError, match=r"results cannot be written to .*below: give a folder of your own with --output"):
+        measured_once(below, "piqa", {}, measure)
+    asked = tmp_path / "requests.jsonl"
+    run(converted, "piqa", "--data", sets, "--limit", 2, "--export-requests", asked)
+    assert runner.invoke(app, ["eval-score", str(converted), str(asked), str(tmp_path / "new" / "s")]).exit_code == 0
+    with pytest.raises(FileExistsError):
+        score_file(SimpleNamespace(config=AutoConfig.from_pretrained(converted)), {}, asked, below)
 
 
 def refused(message, *arguments):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,7 @@ def test_the_same_files_give_the_same_page_and_a_small_one(runs, page):
 def test_what_is_missing_is_left_out_with_the_command_that_makes_it(runs, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
+    spaced = tmp_path / "two words & $more"
     for name in ("recipe.json", "environment.json", "metrics.jsonl"):
         shutil.copy(runs[0] / name, bare)
     text = write_report([bare], tmp_path / "report.html").read_text()
@@ -135,6 +137,11 @@ def test_what_is_missing_is_left_out_with_the_command_that_makes_it(runs, tmp_pa
     assert cells(text, "steps") == ["12 of 12, unfinished"]
     assert 'id="loss-0"' in text
     assert 'id="maps-0"' not in text
+    # A shell must take it as it stands.
+    bare.rename(spaced)
+    text = unescape(write_report([spaced], tmp_path / "report.html").read_text())
+    assert f"<code>affine-attn eval '{spaced}/model'</code>" in text
+    assert f"<code>affine-attn analyze '{spaced}/model' --data DATA</code>" in text
     # And the other way round: a model that was not trained here.
     text = write_report([runs[0] / "model"], tmp_path / "report.html").read_text()
     assert "not trained here" in text
@@ -300,9 +307,13 @@ def test_the_page_is_dark_where_people_like_it_and_has_a_switch(browser, page):
 
 
 @pytest.mark.browser
-def test_a_phone_needs_no_sideways_scrolling(browser, page):
-    width = open_page(browser, page, width=390).execute_script("return document.documentElement.scrollWidth")
-    assert width == 390
+def test_a_phone_needs_no_sideways_scrolling(browser, page, runs, tmp_path):
+    # As a sweep calls it, and of the length that folders may have.
+    long = tmp_path / ("attention=scale_invariant+affine_gated_learning_rate=0.0005" * 3)
+    shutil.copytree(runs[0], long)
+    for shown in (page, write_report([long, runs[1]], tmp_path / "long.html")):
+        width = open_page(browser, shown, width=390).execute_script("return document.documentElement.scrollWidth")
+        assert width == 390
 
 
 @pytest.mark.browser

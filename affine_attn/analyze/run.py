@@ -19,7 +19,7 @@ from affine_attn.core.variants import VARIANTS
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.run import MODEL
 from affine_attn.distill.shards import TOKENIZER
-from affine_attn.evaluate.results import Subject, provenance
+from affine_attn.evaluate.results import Subject, provenance, require_writable
 from affine_attn.models.convert import convert, load
 from affine_attn.models.folders import tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
@@ -141,11 +141,13 @@ def analyze_all(
     dtype: str | None = None,
 ) -> tuple[list[Analysis], list[Path]]:
     """The analyses of all models and the folders they were written to, each as soon as it was done."""
-    analyses, folders = [], []
-    for target in targets(models):
-        folder = output / target.name if output else _beside(target)
+    chosen = targets(models)
+    folders = [output / target.name if output else _beside(target) for target in chosen]
+    for folder in folders:
+        require_writable(folder)
+    analyses = []
+    for target, folder in zip(chosen, folders, strict=True):
         analyses.append(analyze(target, request, device, dtype))
-        folders.append(folder)
         write(folder, analyses[-1])
     return analyses, folders
 

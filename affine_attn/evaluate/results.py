@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Callable
@@ -112,10 +113,18 @@ def measured_once(
             return json.loads(path.read_text(encoding="utf-8")), path, True
         except ValueError as error:
             raise ValueError(f"{path} is damaged: remove it to measure again") from error
+    require_writable(folder)
     result = {"name": name, "identity": identity, **measure(), **provenance()}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     return result, path, False
+
+
+def require_writable(folder: Path) -> None:
+    """Before anything is computed that would be lost: beside a shared model, results often cannot be written."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"results cannot be written to {folder}: give a folder of your own with --output")
 
 
 def sha256(file: Path) -> str:

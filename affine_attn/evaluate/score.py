@@ -7,7 +7,8 @@ them on a machine that has neither the harness nor its data; ``affine-attn eval 
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -115,10 +116,13 @@ def score_file(
 ) -> int:
     """Score a file of requests into a file of scores, whose first line is ``about`` the model; returns how many."""
     pairs = read_requests(requests, model.config)
-    results = score(model, pairs, batch_size)
-    answered = zip(pairs, results, strict=True)
-    write_lines(scores, {"format": SCORES, "requests": digest(pairs), "model": about}, answered)
-    return len(results)
+
+    def answered() -> Iterator[tuple[Pair, Score]]:
+        # Scored when the file is open: one that cannot be written is noticed before.
+        yield from zip(pairs, score(model, pairs, batch_size), strict=True)
+
+    write_lines(scores, {"format": SCORES, "requests": digest(pairs), "model": about}, answered())
+    return len(pairs)
 
 
 def read_requests(requests: Path, config: PreTrainedConfig) -> list[Pair]:
@@ -146,6 +150,7 @@ def digest(pairs: Iterable[Pair]) -> str:
 def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None:
     """JSON lines, the header first; all of it or nothing. Compressed where the name ends in .gz."""
     temporary = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with _open(temporary, path.suffix == ".gz", "wt") as file:
         for content in (header, *rows):
             file.write(json.dumps(content) + "\n")
@@ -159,7 +164,7 @@ def read_lines(path: Path, expected: str) -> tuple[dict[str, Any], list[Any]]:
         with _open(path, path.suffix == ".gz", "rt") as file:
             header, *rows = map(json.loads, file)
         found = header["format"]
-    except (ValueError, TypeError, KeyError, EOFError) as error:
+    except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a file of {expected}, or cut short") from error
     if found != expected:
         raise ValueError(f"{path} is a file of {found}, not of {expected}")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files as package_files
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from affine_attn.evaluate.results import TABLE_1, average
@@ -170,10 +171,10 @@ def _missing(section: str, runs: Sequence[Run]) -> str:
     """What is not there, and the command that makes it."""
     lacking: dict[str, tuple[str, list[str]]] = {
         "Training": ("These were not trained here, so there are no curves of", [r.name for r in runs if not r.metrics]),
-        "Evaluation": ("No results yet: ", [f"affine-attn eval {r.model}" for r in runs if not r.evaluations]),
+        "Evaluation": ("No results yet: ", [f"affine-attn eval {quote(str(r.model))}" for r in runs if not r.evaluations]),
         "How the models attend": (
             "Not analysed yet: ",
-            [f"affine-attn analyze {r.model} --data DATA" for r in runs if r.analysis is None],
+            [f"affine-attn analyze {quote(str(r.model))} --data DATA" for r in runs if r.analysis is None],
         ),
     }
     text, entries = lacking[section]
