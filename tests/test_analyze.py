@@ -162,7 +162,7 @@ def test_a_window_that_slides_hides_old_keys():
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(tmp_path):
     (tmp_path / "file").write_text("")
     # No such model either: it is not even looked for.
-    with pytest.raises(ValueError, match=r"results cannot be written to .*none: give a folder of your own with --output"):
+    with pytest.raises(ValueError, match=r"results cannot be written to .*none: give a folder of your own"):
         analyze_all([str(tmp_path / "none")], Request(tmp_path / "none"), tmp_path / "file")
 
 
