@@ -14,7 +14,6 @@ model                the student, as from_pretrained reads it; too large to be k
 import csv
 import dataclasses
 import gzip
-import io
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -28,7 +27,7 @@ from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import write_json
+from affine_attn.distill.shards import settle, temporary, write_json
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from experiments.grid import Group, Student
 
@@ -165,11 +164,11 @@ def read_runs(root: Path) -> Iterator[Run]:
 
 
 def write_gzip(path: Path, lines: Iterable[str]) -> None:
-    """Without a date inside: the same numbers are the same bytes."""
-    content = io.BytesIO()
-    with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode())
-    path.write_bytes(content.getvalue())
+    """All of it or nothing, and without a date inside: the same numbers are the same bytes."""
+    with temporary(path).open("wb") as file:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as content:
+            content.write("".join(f"{line}\n" for line in lines).encode())
+        settle(file, path)
 
 
 def _rounded(value: Any) -> Any:

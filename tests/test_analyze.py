@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
@@ -162,8 +162,25 @@ def test_a_window_that_slides_hides_old_keys():
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(tmp_path):
     (tmp_path / "file").write_text("")
     # No such model either: it is not even looked for.
-    with pytest.raises(ValueError, match=r"results cannot be written to .*none: give a folder of your own with --output"):
+    with pytest.raises(ValueError, match=r"results cannot be written to .*none: give a folder of your own"):
         analyze_all([str(tmp_path / "none")], Request(tmp_path / "none"), tmp_path / "file")
+
+
+@pytest.mark.parametrize("attention", ["softmax", "affine"])
+def test_numbers_that_are_none_are_an_error_and_no_analysis(tmp_path, attention):
+    """As of a model that diverged, or of one too large for float16."""
+    (place,) = models(tmp_path, attention)
+    broken = AutoModelForCausalLM.from_pretrained(place)
+    with torch.no_grad():
+        broken.model.layers[0].self_attn.q_proj.weight.fill_(torch.nan)
+        broken.model.layers[0].mlp.up_proj.weight.fill_(torch.nan)
+    broken.save_pretrained(place)
+    answer = CliRunner().invoke(
+        app, ["analyze", str(place), "--data", str(text_file(tmp_path)), "--length", "16", "--no-figures"]
+    )
+    assert answer.exit_code == 2
+    assert "is not finite on this text, from layer 0 on" in answer.output
+    assert not (place / "analysis").exists()
 
 
 def test_files_are_what_was_written(tmp_path):

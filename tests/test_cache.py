@@ -327,7 +327,7 @@ def test_what_cannot_be_cached_is_refused_before_anything_is_written(tmp_path, d
     assert not (tmp_path / "out").exists()
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    with pytest.raises(ValueError, match=r"needs 0.0 GiB more, its disk has 0.0 GiB: lower --top-k or give --out"):
+    with pytest.raises(ValueError, match=r"needs 0.0 GiB more, its disk has 0.0 GiB: lower --top-k or give --output"):
         cache_teacher(plan(data, tmp_path / "out"), str(teacher))
     monkeypatch.undo()
     (tmp_path / "mine").mkdir()

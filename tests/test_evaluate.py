@@ -328,7 +328,7 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(con
     def measure():
         raise AssertionError("it would be lost")
 
-    with pytest.raises(ValueError, match=r"results cannot be written to .*below: give a folder of your own with --output"):
+    with pytest.raises(ValueError, match=r"results cannot be written to .*below: give a folder of your own"):
         measured_once(below, "piqa", {}, measure)
     asked = tmp_path / "requests.jsonl"
     run(converted, "piqa", "--data", sets, "--limit", 2, "--export-requests", asked)

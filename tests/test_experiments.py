@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +245,18 @@ def test_zero_shot_answers_are_counted_as_if_the_model_were_here(recipe, data, t
     zero_shot.write_questions(group, replace(request, limit=1), other)
     with pytest.raises(ValueError, match="other questions"):
         list(zero_shot.count(found, group, request, other))
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path):
+    """One that is there counts as answered, and is not written again."""
+    path, limits = tmp_path / "answers.json.gz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            runs.write_gzip(path, [np.random.default_rng(0).bytes(5000).hex()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not path.exists()
 
 
 def test_options_of_a_student(recipe, tmp_path):

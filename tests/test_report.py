@@ -97,6 +97,16 @@ def test_curves_are_those_of_the_metrics(runs):
     assert late["y"] == pytest.approx(norms[9:], rel=1e-4)
 
 
+def test_more_runs_than_colours_are_told_apart(runs, tmp_path):
+    """As of a sweep over rates and variants."""
+    many = [shutil.copytree(runs[0], tmp_path / f"{i:02d}") for i in range(2 * len(figures.COLOURS))]
+    shown = figures.training(read_runs(many))[1].panels[0].traces[""]
+    assert len({(trace["line"]["color"], trace["line"]["dash"]) for trace in shown}) == len(many)
+    text = write_report(many, tmp_path / "report.html").read_text()
+    dots = re.findall(r'data-run="\d+".*?<span class="dot" style="(.*?)">', text)
+    assert len(set(dots)) == len(dots) == len(many)
+
+
 def test_needles_are_found_by_depth(runs):
     (figure,) = (figure for figure in figures.evaluation(read_runs(runs)) if figure.id == "needles")
     (panel,) = figure.panels

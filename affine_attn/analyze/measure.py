@@ -1,5 +1,6 @@
 """One pass over the layers of a model and the sequences of a text. Memory is linear in the length of a sequence."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,12 @@ def measure(
 
     collected = collect_statistics(model, batches(), visit=lambda number, *seen: measured[number].add(*seen))
     found = [mine.per_head(means) for mine, means in zip(measured, collected, strict=True)]
+    for number, of_layer in enumerate(found):
+        if not all(math.isfinite(value) for values in of_layer.values() for value in values or () if value is not None):
+            raise FloatingPointError(
+                f"the model's attention is not finite on this text, from layer {number} on: has it diverged, or is it "
+                "too large for this --dtype?"
+            )
     names = [name for name in METRICS if any(of_layer[name] is not None for of_layer in found)]
     heads = {name: [of_layer[name] for of_layer in found] for name in names}
     of_layers = {name: [_reduced(name, values) for values in heads[name]] for name in names}

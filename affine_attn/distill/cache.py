@@ -189,7 +189,7 @@ def _begin(out: Path, settings: dict[str, Any], plan: CachePlan) -> None:
     if (free := shutil.disk_usage(out).free) < left:
         raise ValueError(
             f"{out} needs {left / 2**30:,.1f} GiB more, its disk has {free / 2**30:,.1f} GiB: "
-            "lower --top-k or give --out"
+            "lower --top-k or give --output"
         )
     if not (out / shards.PROGRESS).exists():
         shards.write_json(out / shards.PROGRESS, {"version": shards.VERSION, "settings": settings})

@@ -19,6 +19,8 @@ from affine_attn.report.runs import Run
 
 # Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
+# Of the lines of runs beyond these colours, which begin anew.
+DASHES = ("solid", "dash", "dot", "dashdot")
 # A curve with more points shows the least and the greatest value of every stretch, so that no spike is lost.
 MOST_POINTS = 2000
 # Weights that all maps of a page may have together: about 2 MB of it.
@@ -429,7 +431,8 @@ def _trace(i: int, run: Run) -> dict[str, Any]:
 
 
 def _line(i: int, run: Run, x: Sequence, y: Sequence, **more: Any) -> dict[str, Any]:
-    line = {"color": _colour(i), "width": 1.8} | more.pop("line", {})
+    dash = DASHES[i // len(COLOURS) % len(DASHES)]
+    line = {"color": _colour(i), "width": 1.8, "dash": dash} | more.pop("line", {})
     return _trace(i, run) | {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "line": line} | more
 
 

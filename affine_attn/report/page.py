@@ -134,7 +134,10 @@ def _chips(runs: Sequence[Run]) -> str:
 
 
 def _dot(i: int) -> str:
-    return f'<span class="dot" style="background:{COLOURS[i % len(COLOURS)]}"></span>'
+    """A ring for a run that has its colour a second time; in figures its lines are dashed."""
+    colour = COLOURS[i % len(COLOURS)]
+    style = f"background:{colour}" if i < len(COLOURS) else f"border:3px solid {colour}"
+    return f'<span class="dot" style="{style}"></span>'
 
 
 def _figures(figures: Iterable[Figure]) -> str:
@@ -171,7 +174,10 @@ def _missing(section: str, runs: Sequence[Run]) -> str:
     """What is not there, and the command that makes it."""
     lacking: dict[str, tuple[str, list[str]]] = {
         "Training": ("These were not trained here, so there are no curves of", [r.name for r in runs if not r.metrics]),
-        "Evaluation": ("No results yet: ", [f"affine-attn eval {quote(str(r.model))}" for r in runs if not r.evaluations]),
+        "Evaluation": (
+            "No results yet: ",
+            [f"affine-attn eval {quote(str(r.model))}" for r in runs if not r.evaluations],
+        ),
         "How the models attend": (
             "Not analysed yet: ",
             [f"affine-attn analyze {quote(str(r.model))} --data DATA" for r in runs if r.analysis is None],
