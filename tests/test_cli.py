@@ -122,6 +122,16 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", [["eval"], ["generate", "hello"], ["convert", "new"]])
+def test_the_folder_of_a_run_is_told_from_its_model(command, tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    name, *others = command
+    result = runner.invoke(app, [name, str(tmp_path / "run"), *others])
+    assert result.exit_code == 2
+    assert f"its model is {tmp_path / 'run' / 'model'}" in "".join(result.stderr.splitlines())
+
+
 def test_variants_prints_the_table():
     result = runner.invoke(app, ["variants"])
     assert result.exit_code == 0

@@ -118,6 +118,9 @@ def require_place(path: str | Path) -> None:
     text = str(path)
     if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
         raise ValueError(f"there is no folder {path}")
+    inside = Path(path) / "model"
+    if (inside / "config.json").exists() and not (Path(path) / "config.json").exists():
+        raise ValueError(f"{path} is the folder of a run: its model is {inside}")
 
 
 @contextmanager
