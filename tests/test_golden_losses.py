@@ -20,7 +20,6 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.filterwarnings("ignore:scale-invariant attention without qk_norm")
 def test_losses_are_those_committed(variant, data, tmp_path):
     expected = json.loads(golden_losses.FILE.read_text(encoding="utf-8"))[variant]
     assert len(expected) == 20
