@@ -1,13 +1,17 @@
 """Pictures of the runs of tables A and D: a pure function of their folders."""
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from affine_attn.distill.gradients import STEPS
 from experiments.runs import Run
 from experiments.tables import by_setting, table_d
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SMOOTHED = 20  # steps of a point of a loss curve
 _SETTLED = 200  # the first step of differences, which are ten times larger before
@@ -29,7 +33,8 @@ class Panel(NamedTuple):
 
 
 def draw(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
-    """Loss, gradient norms of the first steps, and how the students attend, each variant a mean over its seeds."""
+    """Loss by learning rate and over training, gradient norms of the first steps, and how the students attend, each
+    variant a mean over its seeds."""
     if not runs:
         return
     yield _rates(folder / "rates.svg", runs)
@@ -95,7 +100,7 @@ def draw_lengths(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
         return
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     # A colour for each attention, dashes for another rotation under the same.
-    attentions = [name.split(", p-rope")[0].removesuffix(" 128") for name in variants]
+    attentions = [re.sub(r"(, )?p-rope( \d+)?$", "", name) or "p-rope" for name in variants]
     drawn = lines([_COLOUR_OF.get(name, name) for name in attentions])
     with style():
         figure, (axes,) = new_figure(10, 3.8, 1, 2)
@@ -112,10 +117,7 @@ def draw_lengths(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
             axis.set_ylabel(label)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", fontsize=8, handlelength=3)
-        path = folder / "lengths.svg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-    yield path
+        yield _saved(figure, folder / "lengths.svg")
 
 
 def _rates(path: Path, runs: Sequence[Run]) -> Path:
@@ -139,9 +141,7 @@ def _rates(path: Path, runs: Sequence[Run]) -> Path:
         axis.set_xlabel("learning rate")
         axis.set_ylabel("loss on held-out text")
         axis.legend(fontsize=8, ncols=2)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-    return path
+        return _saved(figure, path)
 
 
 def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
@@ -175,6 +175,10 @@ def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
             axis.set_xlabel("step")
         handles, labels = axes[0][-1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=len(labels))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        return _saved(figure, path)
+
+
+def _saved(figure: "Figure", path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
     return path

@@ -39,11 +39,13 @@ class Student:
         return re.sub(r"[^a-z0-9_.]+", "-", f"{self.variant} {self.learning_rate:g}".lower())
 
     def config(self, recipe: Recipe) -> AffineAttnConfig:
-        changes: dict[str, Any] = {} if recipe.vocab_size is None else {"vocab_size": recipe.vocab_size}
-        if self.positions != "default":
-            changes["rope_parameters"] = {"rope_type": self.positions, "rope_theta": 10000.0}
-            if self.slowest is not None:
-                changes["rope_parameters"]["slowest"] = self.slowest
+        # Always said: what a preset chooses for an attention may change, and runs must stay what they were.
+        positions: dict[str, Any] = {"rope_type": self.positions, "rope_theta": 10000.0}
+        if self.slowest is not None:
+            positions["slowest"] = self.slowest
+        changes: dict[str, Any] = {"rope_parameters": positions}
+        if recipe.vocab_size is not None:
+            changes["vocab_size"] = recipe.vocab_size
         return preset(recipe.student, self.attention, qk_norm=self.qk_norm, **changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -244,6 +244,8 @@ def best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> fl
     enough = min(SEVERAL_SEEDS, max(map(len, rates.values())))
     known = {rate: values for rate, values in rates.items() if len(values) >= enough}
     shared = set.intersection(*(set(values) for values in known.values()))
+    if not shared:
+        raise ValueError(f"{variant}: its learning rates have no seed in common, so none of them is its best")
     return min((sum(values[seed] for seed in shared), rate) for rate, values in known.items())[1]
 
 

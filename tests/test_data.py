@@ -344,7 +344,7 @@ def test_a_damaged_page_of_parquet_names_its_file(tmp_path, tokenizer):
     content = bytearray(path.read_bytes())
     content[1000:3000] = b"\xff" * 2000
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"page.parquet is not a parquet file, or cut short"):
+    with pytest.raises(ValueError, match=r"page.parquet cannot be read as parquet"):
         prepare(tmp_path / "out", [str(path)], tokenizer)
 
 

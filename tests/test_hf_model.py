@@ -260,11 +260,14 @@ def test_an_attention_that_is_set_later_is_the_same_as_one_that_is_given(tmp_pat
         config = tiny_config("gated")
         config.attention = value
         assert config.to_dict() == tiny_config(value).to_dict()
+        assert AffineAttnForCausalLM(config).config.base_model_tp_plan == tiny_config(value).base_model_tp_plan
     tiny_model("affine").save_pretrained(tmp_path)
     model = AffineAttnForCausalLM.from_pretrained(tmp_path, attention=spec)
     assert model.model.layers[1].self_attn.alpha.length == 7
     with pytest.raises(ValueError, match=r"unexpected keys .*alpha"):
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention="softmax")
+    with pytest.raises(ValueError, match="attention has 5 entries, num_hidden_layers is 2"):
+        AffineAttnForCausalLM.from_pretrained(tmp_path, attention=["affine"] * 5)
 
 
 def test_layers_may_differ():
@@ -426,6 +429,8 @@ def test_logits_bring_their_positions_and_norms():
     assert preset("nano", "alibi", rope_parameters=positions).rope_parameters == positions
     mixed = preset("nano", ["scale_invariant", "affine"], qk_norm=True)
     assert mixed.rope_parameters["rope_type"] == "default"
+    assert preset("nano", "scale_invariant", rope_theta=500.0).rope_parameters == positions | {"rope_theta": 500.0}
+    assert preset("nano", invariant.attention).to_dict() == invariant.to_dict()
 
 
 def test_unknown_presets_are_refused():

@@ -60,9 +60,10 @@ class Mask:
             if tensor.device != device:
                 raise ValueError(f"mask.{name} is on {tensor.device}, q is on {device}; all must share a device")
         # On other devices a look would wait for all work before it, and what is traced has no numbers.
-        known = device.type == "cpu" and type(self.lengths) is Tensor and not torch.compiler.is_compiling()
-        if known and self.lengths is not None and ((self.lengths < 0) | (self.lengths > keys)).any():
-            raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {self.lengths.tolist()}")
+        if device.type == "cpu" and type(self.lengths) is Tensor and not torch.compiler.is_compiling():
+            lengths = self.lengths.tolist()
+            if not all(0 <= length <= keys for length in lengths):
+                raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {lengths}")
 
     def positions(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Key slot of each query, [B or 1, Tq]; negative where a row has fewer filled slots than queries."""

@@ -1,5 +1,6 @@
 """The named members of the family. Tests, benchmarks and the README table iterate over :data:`VARIANTS`."""
 
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def variant(name: str) -> AttentionSpec:
     stages: dict[str, Any] = {}
     for part in name.split("+"):
         spec = _named(part)
-        own = {field: value for field in spec.__match_args__ if (value := getattr(spec, field)) is not None}
+        own = {field.name: value for field in fields(spec) if (value := getattr(spec, field.name)) is not None}
         for stage in own:
             if stages.get(stage, own[stage]) != own[stage]:
                 raise ValueError(f"variant {name!r}: {part!r} has another {stage} than what it is put together with")

@@ -187,7 +187,7 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
                             yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
     # Of the file's end at once, of a page within when it is its turn.
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a parquet file, or cut short: {error}") from error
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:

@@ -67,7 +67,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     if recipe.shared_vocab is not None and needed > recipe.shared_vocab:
         raise ValueError(f"{has} shared_vocab={recipe.shared_vocab} leaves some of them out: give at least {needed}")
     teacher = _teacher(recipe, output)
-    if teacher is not None and needed > (known := teacher.config.vocab_size):
+    if teacher is not None and needed > (known := teacher.config.get_text_config().vocab_size):
         raise ValueError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)

@@ -151,10 +151,13 @@ def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None
     """JSON lines, the header first; all of it or nothing. Compressed where the name ends in .gz."""
     temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open(temporary, path.suffix == ".gz", "wt") as file:
-        for content in (header, *rows):
-            file.write(json.dumps(content) + "\n")
-    temporary.replace(path)
+    try:
+        with _open(temporary, path.suffix == ".gz", "wt") as file:
+            for content in (header, *rows):
+                file.write(json.dumps(content) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_lines(path: Path, expected: str) -> tuple[dict[str, Any], list[Any]]:

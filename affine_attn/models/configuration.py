@@ -44,6 +44,10 @@ class AffineAttnConfig(LlamaConfig):
             )
         if self.attention_dropout:
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
+        self.settle_layers()
+
+    def settle_layers(self) -> None:
+        """Check the layers, and plan how they are sharded. A model does so again: fields may be set at any time."""
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
@@ -51,7 +55,8 @@ class AffineAttnConfig(LlamaConfig):
                     f"AffineAttnConfig: {name} has {len(value)} entries, num_hidden_layers is {self.num_hidden_layers}"
                 )
         specs = [self.spec(layer) for layer in range(self.num_hidden_layers)]
-        self.base_model_tp_plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
+        plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
+        self.base_model_tp_plan = {name: style for name, style in plan.items() if style}
         if not self.qk_norm and any(isinstance(spec.logit, ScaleInvariant) for spec in specs):
             warnings.warn(
                 "scale-invariant attention without qk_norm=True: its derivation assumes logits of unit variance",
@@ -66,15 +71,16 @@ class AffineAttnConfig(LlamaConfig):
             value = as_spec(value).to_dict()
         super().__setattr__(name, value)
 
-    def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str]:
-        """How tensor parallelism shards a layer: what the stages have per query head goes with the heads of q_proj."""
+    def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str | None]:
+        """How tensor parallelism shards a layer: what the stages have per query head goes with the heads of q_proj.
+        None: not there."""
         styles = {
             "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "attn_gate": "colwise" if any(spec.gate for spec in specs) else None,
             "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
         }
-        plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items() if style}
+        plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items()}
         return plan | {"layers.*.self_attn": "affine_attn_heads"}
 
     @property

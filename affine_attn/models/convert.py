@@ -114,7 +114,8 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
 
 
 def require_place(path: str | Path) -> None:
-    """A path that cannot be a hub id (owner/name) must exist; transformers would call it a malformed id."""
+    """A path that cannot be a hub id (owner/name) must exist; transformers would call it a malformed id. And what is
+    wanted is a model, not the run that made it."""
     text = str(path)
     if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
         raise ValueError(f"there is no folder {path}")

@@ -149,6 +149,7 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
     """The decoder without a head."""
 
     def __init__(self, config: AffineAttnConfig):
+        config.settle_layers()
         # Not LlamaModel's, which would build its own layers first.
         LlamaPreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id

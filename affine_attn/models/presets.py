@@ -6,7 +6,7 @@ from typing import Any
 
 from affine_attn.core.spec import Alibi, AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
-from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.configuration import AffineAttnConfig, as_spec
 
 # Radians by which the slowest pair of p-RoPE turns in a training sequence: a full turn and some, so that longer text
 # brings no angle that training did not show (docs/reproduction.md, table D).
@@ -95,7 +95,7 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
         raise ValueError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
     length, fields = PRESETS[name]
     each = attention if isinstance(attention, list | tuple) else [attention]
-    specs = [at_length(variant(entry), length) if isinstance(entry, str) else entry for entry in each]
+    specs = [at_length(variant(entry), length) if isinstance(entry, str) else as_spec(entry) for entry in each]
     chosen = specs if isinstance(attention, list | tuple) else specs[0]
     settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | fields
     return AffineAttnConfig(**(settings | surroundings(specs, length) | changes))
@@ -116,8 +116,8 @@ def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:
     """
     positions: dict[str, Any]
     if all(isinstance(spec.logit, ScaleInvariant) for spec in specs):
-        positions = {"rope_type": "p_rope", "rope_theta": 10000.0, "slowest": max(1.0, length / TURN)}
+        positions = {"rope_type": "p_rope", "slowest": max(1.0, length / TURN)}
         return {"qk_norm": True, "rope_parameters": positions}
     if all(isinstance(spec.logit, Alibi) for spec in specs):
-        return {"rope_parameters": {"rope_type": "nope", "rope_theta": 10000.0}}
+        return {"rope_parameters": {"rope_type": "nope"}}
     return {}
