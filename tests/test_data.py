@@ -1,4 +1,4 @@
-"""Data for training: text to shards (resumable to the byte), packed sequences, and the order they are seen in."""
+"""Data for training: text to shards (resumable to the byte) and packed sequences; test_sampler.py has their order."""
 
 import gzip
 import json
@@ -16,16 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
 from affine_attn.distill import shards
 from affine_attn.distill.corpus import find_sources, standard_library
 from affine_attn.distill.prepare import prepare
-from affine_attn.distill.sampler import GlobalSampler, shuffled
+from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -470,79 +468,7 @@ def test_bad_folders(tmp_path, prepared):
         TokenShards(manifest.parent, 8)
 
 
-# --- the order
-
-
-@settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 1000))
-def test_the_order_is_a_permutation(size, seed, epoch):
-    order = shuffled(np.arange(size), size, seed, epoch)
-    assert sorted(order.tolist()) == list(range(size))
-    # Any part of it can be had alone.
-    assert (shuffled(np.arange(size // 2, size), size, seed, epoch) == order[size // 2 :]).all()
-
-
-def test_the_order_is_random_enough():
-    """Every entry comes first about equally often; seeds and epochs give orders of their own."""
-    first = np.bincount([int(shuffled(np.array([0]), 10, seed, 0)[0]) for seed in range(2000)], minlength=10)
-    # Standard deviation 13.4.
-    assert abs(first - 200).max() < 60
-    orders = {tuple(shuffled(np.arange(50), 50, seed, epoch)) for seed in range(4) for epoch in range(4)}
-    assert len(orders) == 16
-    neighbours = shuffled(np.arange(10_000), 10_000, 0, 0)
-    assert abs(np.corrcoef(neighbours[1:], neighbours[:-1])[0, 1]) < 0.05
-
-
-def test_billions_of_sequences_cost_nothing():
-    size = 7_000_000_000
-    sampler = GlobalSampler(size, samples=3 * size)
-    sampler.load_state_dict({"consumed": 2 * size - 3, "seed": 0, "size": size})
-    numbers = iter(sampler)
-    found = [next(numbers) for _ in range(6)]
-    ends = [int(shuffled(np.array([p]), size, 0, 1)[0]) for p in range(size - 3, size)]
-    begins = [int(shuffled(np.array([p]), size, 0, 2)[0]) for p in range(3)]
-    assert found == ends + begins
-    assert max(found) > 1 << 32
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    size=st.integers(1, 50),
-    batch_size=st.integers(1, 4),
-    steps=st.integers(1, 30),
-    world=st.sampled_from([1, 2, 4]),
-    data=st.data(),
-)
-def test_ranks_share_one_sequence_of_batches_and_resume_in_it(size, batch_size, steps, world, data):
-    turn = batch_size * world
-    whole = list(GlobalSampler(size, samples=steps * turn, seed=3))
-    # Epoch by epoch, every sequence once.
-    for epoch in range(steps * turn // size):
-        assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
-    done = data.draw(st.integers(0, steps))
-    ranks = []
-    for rank in range(world):
-        sampler = GlobalSampler(size, steps * turn, 3, batch_size, rank, world)
-        sampler.advance(done * turn)
-        fresh = GlobalSampler(size, steps * turn, 3, batch_size, rank, world)
-        fresh.load_state_dict(sampler.state_dict())
-        ranks.append(list(BatchSampler(fresh, batch_size, drop_last=False)))
-        assert len(fresh) == steps * batch_size
-    joined = [number for turns in zip(*ranks, strict=True) for batch in turns for number in batch]
-    assert joined == whole[done * turn :]
-
-
-def test_accelerate_deals_out_the_same_sequence():
-    """What Trainer wraps around the sampler: the layout of ranks is ours, and so is what is left after skipping."""
-    from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
-
-    sampler = GlobalSampler(13, samples=48, seed=5)
-    for rank in range(2):
-        theirs = BatchSamplerShard(BatchSampler(sampler, 4, drop_last=False), num_processes=2, process_index=rank)
-        own = GlobalSampler(13, 48, 5, batch_size=4, rank=rank, world=2)
-        own.advance(16)
-        assert list(SkipBatchSampler(theirs, 2)) == list(BatchSampler(own, 4, drop_last=False))
-        assert len(theirs) == 6
+# --- in training
 
 
 def test_training_needs_neither_tokenizers_nor_datasets():
@@ -552,22 +478,6 @@ def test_training_needs_neither_tokenizers_nor_datasets():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
-
-
-def test_sampler_refusals():
-    with pytest.raises(ValueError, match="some ranks would run out before others"):
-        GlobalSampler(10, samples=15, batch_size=2, world=2)
-    with pytest.raises(ValueError, match="0 <= rank < world"):
-        GlobalSampler(10, rank=2, world=2)
-    sampler = GlobalSampler(10, samples=16, batch_size=2, world=2)
-    for state, message in (
-        ({"consumed": 4, "seed": 1, "size": 10}, "a sampler with seed 1, this one has 0"),
-        ({"consumed": 4, "seed": 0, "size": 11}, "a sampler with size 11, this one has 10"),
-        ({"consumed": 3, "seed": 0, "size": 10}, "consumed must be a multiple of 4"),
-        ({"consumed": 20, "seed": 0, "size": 10}, "of at most 16, got 20"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sampler.load_state_dict(state)
 
 
 def test_trainer_resumes_to_the_token(prepared, tmp_path):

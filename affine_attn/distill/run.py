@@ -31,10 +31,10 @@ from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
-from affine_attn.models.convert import load
+from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length
 
-RECIPE, MODEL, TEACHER = "recipe.json", "model", "teacher"
+RECIPE, TEACHER = "recipe.json", "teacher"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {
     "micro_batch", "gradient_checkpointing", "compile", "workers", "save_steps", "keep_checkpoints",

@@ -26,6 +26,7 @@ from affine_attn.core.spec import AttentionSpec
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 
+MODEL = "model"  # where the folder of a run has its model
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")
 # Fields that mean the same in all of them.
 _SHARED = [
@@ -119,7 +120,7 @@ def require_place(path: str | Path) -> None:
     text = str(path)
     if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
         raise ValueError(f"there is no folder {path}")
-    inside = Path(path) / "model"
+    inside = Path(path) / MODEL
     if (inside / "config.json").exists() and not (Path(path) / "config.json").exists():
         raise ValueError(f"{path} is the folder of a run: its model is {inside}")
 

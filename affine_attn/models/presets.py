@@ -114,10 +114,8 @@ def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:
     Scale-invariant ones were derived for norms on q and k and hold beyond the training length on p-RoPE; ALiBi is all
     that its models know of positions.
     """
-    positions: dict[str, Any]
     if all(isinstance(spec.logit, ScaleInvariant) for spec in specs):
-        positions = {"rope_type": "p_rope", "slowest": max(1.0, length / TURN)}
-        return {"qk_norm": True, "rope_parameters": positions}
+        return {"qk_norm": True, "rope_parameters": {"rope_type": "p_rope", "slowest": max(1.0, length / TURN)}}
     if all(isinstance(spec.logit, Alibi) for spec in specs):
         return {"rope_parameters": {"rope_type": "nope"}}
     return {}
