@@ -140,7 +140,7 @@ def _rates(path: Path, runs: Sequence[Run]) -> Path:
         axis.minorticks_off()
         axis.set_xlabel("learning rate")
         axis.set_ylabel("loss on held-out text")
-        axis.legend(fontsize=8, ncols=2)
+        axis.legend(fontsize=8, ncols=2, loc="upper left")
         return _saved(figure, path)
 
 

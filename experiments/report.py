@@ -57,7 +57,8 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), is_noise)
     loss = tables.noise_floor(floor, "kd_difference")
     variance = math.exp(tables.noise_floor(floor, "log_variance_difference", grid.PAPER_RATE))
-    known = f"{_number(loss)} in loss, a factor of {_number(variance)} in gradient variance"
+    at = f"at {grid.PAPER_RATE:g}"
+    known = f"{_number(loss)} in loss, a factor of {_number(variance)} in gradient variance {at}"
     short += f"\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
     readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
     yield readme

@@ -236,17 +236,20 @@ def by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dic
 
 
 def best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
-    """The lowest mean over the seeds that its rates share, so that none owes its place to a seed that others lack.
+    """From the lowest on, a rate gives way to a higher one with the lower mean over the seeds that both have: none owes
+    its place to a seed that the other lacks, and no seed is left out because a third rate lacks it.
 
     Rates with a seed or two wait where others have several.
     """
     rates = {rate: values for (name, rate), values in at.items() if name == variant}
     enough = min(SEVERAL_SEEDS, max(map(len, rates.values())))
-    known = {rate: values for rate, values in rates.items() if len(values) >= enough}
-    shared = set.intersection(*(set(values) for values in known.values()))
-    if not shared:
-        raise ValueError(f"{variant}: its learning rates have no seed in common, so none of them is its best")
-    return min((sum(values[seed] for seed in shared), rate) for rate, values in known.items())[1]
+    best, *higher = sorted(rate for rate, values in rates.items() if len(values) >= enough)
+    for rate in higher:
+        shared = rates[best].keys() & rates[rate].keys()
+        if not shared:
+            raise ValueError(f"{variant}: rates {best:g} and {rate:g} have no seed in common, so neither is the better")
+        best = min((best, rate), key=lambda each: sum(rates[each][seed] for seed in shared))
+    return best
 
 
 def _compared(variant: str, rate: float, at: dict, baseline: dict[int, float], runs: Iterable[Run]) -> Row:

@@ -111,7 +111,7 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     assert "ce_64 difference" not in text
     assert "ce_64 difference" in rows["table_d_summary"][0]
     assert "| affine | 0.003 | 3 |" in readme.read_text()
-    assert "run again: 0.004 in loss, a factor of 1 in gradient variance." in readme.read_text()
+    assert "run again: 0.004 in loss, a factor of 1 in gradient variance at 0.001." in readme.read_text()
     # At the paper's rate the loss is 0.03 higher in every seed, at the other 0.022 lower; the noise floor is 0.004.
     said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "against softmax" in line]
     assert {(row[0], row[3]): row[-1] for row in said} == {
@@ -144,6 +144,18 @@ def test_the_best_rate_is_that_of_equal_seeds():
     assert tables.best_rate("softmax", at) == 3e-3
     at["affine", 5e-3] |= {2: 3.0, 3: 3.0}
     assert tables.best_rate("affine", at) == 5e-3
+
+
+def test_a_rate_with_few_seeds_does_not_hide_those_of_others():
+    at = {
+        ("affine", 1e-3): {1: 3.9, 2: 3.9, 3: 3.9, 4: 4.2, 5: 4.2},
+        ("affine", 2e-3): {1: 4.0, 2: 4.0, 3: 4.0, 4: 3.9, 5: 3.9},
+        ("affine", 5e-3): {1: 4.5, 2: 4.5, 3: 4.5},
+    }
+    assert tables.best_rate("affine", at) == 2e-3
+    at["affine", 5e-3] = {6: 3.0, 7: 3.0, 8: 3.0}
+    with pytest.raises(ValueError, match="no seed in common"):
+        tables.best_rate("affine", at)
 
 
 def test_the_page_has_its_marks(recipe, tmp_path):
