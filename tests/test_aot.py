@@ -13,6 +13,8 @@ import torch
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
 from affine_attn.core import fused, visible_sums  # noqa: E402
@@ -22,6 +24,7 @@ from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
 from affine_attn.core.kernels import distance_backward, distance_forward, epilogue  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
+from benchmarks import hopper_forward, hopper_kernel  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -181,9 +184,12 @@ def _check(build: Build, target: Target, folder: Path):
 def _stack(compiled, folder: Path) -> int:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
+    return int(re.search(r"STACK:(\d+)", _tool("--dump-resource-usage", cubin)).group(1))
+
+
+def _tool(option: str, cubin: Path) -> str:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    return int(re.search(r"STACK:(\d+)", report.stdout).group(1))
+    return subprocess.run([cuobjdump, option, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def _targets() -> list:
@@ -227,3 +233,41 @@ def test_decode_kernels_compile_within_limits(queries, target, tmp_path):
 def test_visible_sums_compile_within_limits(transposed, restricted, target, tmp_path):
     for build in _visible_sums_builds(transposed, restricted, target):
         _check(build, target, tmp_path)
+
+
+FORMS = [("two groups", 64), ("two groups", 128), ("polynomial, in turns", 64), ("three groups", 64)]
+
+
+@pytest.mark.parametrize(("name", "head_dim"), FORMS)
+def test_a_forward_of_our_own_overlaps_products_and_exponentials(name, head_dim, tmp_path):
+    """The kernel that benchmarks/hopper_forward.py times: there is no interpreter for it, and no GPU here."""
+    form = hopper_forward.forms(head_dim)[name]
+    for is_affine in (False, True)[: 1 + form.has_sums(head_dim)]:
+        compiled = _compile_gluon(form, head_dim, is_affine)
+        assert compiled.metadata.shared <= SHARED_LIMIT[90]
+        assert _stack(compiled, tmp_path) == 0
+        code = _tool("--dump-sass", tmp_path / "kernel.cubin")
+        # Products of a step are one batch each, scores and sums: ptxas puts a wait behind every one that it serialises.
+        events = re.findall(r"HGMMA|WARPGROUP.DEPBAR.LE gsb0, 0x\d|MUFU.EX2", code)
+        waits = [i for i, event in enumerate(events) if "DEPBAR" in event]
+        assert len(waits) < events.count("HGMMA") / 2
+        # Between the wait for the scores and that for the sums, which leaves none on its way: the exponentials.
+        scores = [i for i in waits if events[i].endswith("1")]
+        assert len(scores) >= form.groups
+        for i in scores:
+            assert set(events[i + 1 : waits[waits.index(i) + 1]]) == {"MUFU.EX2"}
+
+
+def _compile_gluon(form, head_dim: int, is_affine: bool):
+    def descriptor(rows: int) -> str:
+        block = [1, 1, rows, head_dim]
+        return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+    constants = form.constants() | {"D": head_dim, "AFFINE": is_affine, "BLOCKS": 16, "SEGMENT": 64, "SAVED": 16}
+    types = dict.fromkeys(("d_q", "d_o", "d_y"), descriptor(form.rows)) | {"factor": "fp32"}
+    types |= dict.fromkeys(("d_k", "d_v"), descriptor(form.keys))
+    names = hopper_kernel.forward_kernel.arg_names
+    rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in names}
+    signature = rest | types | dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(hopper_kernel.forward_kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
