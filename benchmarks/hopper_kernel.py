@@ -132,31 +132,38 @@ def _steps(
     _, k_full, v_full = full
     _, k_free, v_free = free
     for j in range(first, last):
-        old, old_phase = i % STAGES, (i // STAGES) & 1
+        old = i % STAGES
         i += 1
         slot = i % STAGES
         if TURNS:
             mbarrier.wait(turn.index(group), (n_step + 1 + group) & 1)
         t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(old), old_phase)
         t_acc = warpgroup_mma(b_weight, _block(s_v, old, N, D), b_acc, is_async=True)
         if TURNS:
             mbarrier.arrive(turn.index(1 - group), count=1)
             n_step += 1
         b_qk = warpgroup_mma_wait(1, deps=(t_qk,))
-        mbarrier.arrive(k_free.index(slot), count=1)
         b_p, b_max, b_rescale, b_total = _weights(
             b_qk, b_max, factor, o_row, (count - 1 - j) * N, N, S_LAYOUT, MASKED, POLYNOMIAL
         )
         b_sum = b_sum * b_rescale + b_total
         b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
-        # The wait for keys comes here because it is a loop: ptxas moves the wait for the product across everything
-        # else, to before the exponentials that should run beside it.
-        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < count)
+        # These waits come here because they are loops: ptxas moves the wait for the product across everything else, to
+        # before the exponentials that should run beside it.
+        _wait_for_next(i, j + 1 < count, k_full, v_full, STAGES)
         b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
+        # Together: the warps of the group meet before each.
+        mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(v_free.index(old), count=1)
         b_acc = b_acc * gl.convert_layout(b_rescale, O_ROWS)[:, None]
     return n_step, i, b_acc, b_weight, b_max, b_sum
+
+
+@gluon.jit
+def _wait_for_next(i, has_next, k_full, v_full, STAGES: gl.constexpr):
+    """What the products after block i take: its values, and the keys of the next block."""
+    mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=has_next)
 
 
 @gluon.jit
@@ -208,27 +215,26 @@ def _attend(
         count = _key_blocks(row0, T, GROUPS, M, N)
         o_row = first_row + gl.arange(0, M, S_ROWS)
         mbarrier.wait(q_full.index(group), n_tile & 1)
-        slot, phase = i % STAGES, (i // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
+        slot = i % STAGES
+        mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
         b_zero = gl.zeros([M, N], gl.float32, S_LAYOUT)
         t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_qk = warpgroup_mma_wait(0, deps=(t_qk,))
-        mbarrier.arrive(k_free.index(slot), count=1)
         b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
         diagonal = (count - 1) * N
         b_p, b_max, _, b_sum = _weights(b_qk, b_max, factor, o_row, diagonal, N, S_LAYOUT, True, False)
         b_acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
+        _wait_for_next(i, count > 1, k_full, v_full, STAGES)
+        mbarrier.arrive(k_free.index(slot), count=1)
         b_u = b_acc
         if AFFINE:
-            mbarrier.wait(v_full.index(slot), phase)
             o_key = diagonal + gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
             b_ones = gl.where(o_key[None, :] <= o_row[:, None], 1.0, 0.0).to(s_v.dtype)
             t_u = warpgroup_mma(
                 gl.convert_layout(b_ones, W_LAYOUT), _block(s_v, slot, N, D), b_acc, use_acc=False, is_async=True
             )
             b_u = warpgroup_mma_wait(0, deps=(t_u,))
-        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=count > 1)
         whole = 1
         if GROUPS * M > N:
             # More blocks than one are cut by the diagonal.
@@ -242,7 +248,6 @@ def _attend(
             b_zero, o_row, factor, N, D, STAGES, False, S_LAYOUT, W_LAYOUT, O_ROWS, TURNS, POLYNOMIAL,
         )  # fmt: skip
         slot = i % STAGES
-        mbarrier.wait(v_full.index(slot), (i // STAGES) & 1)
         t_acc = warpgroup_mma(b_weight, _block(s_v, slot, N, D), b_acc, is_async=True)
         b_lse = (b_max * factor + gl.log2(b_sum)) * LN2
         if AFFINE:  # alpha goes into what the stock backward takes for its weights
