@@ -37,6 +37,11 @@ def _log_variance(run: Run) -> float | None:
     return math.log(found["variance"]) if found and found["variance"] else None
 
 
+def _variation(run: Run) -> float | None:
+    found = run.result and run.result["gradients"]
+    return found["cv"] if found else None
+
+
 def _spikes(run: Run) -> float | None:
     found = run.result and run.result["gradients"]
     return found["spikes_9"] if found else None
@@ -54,6 +59,9 @@ CLAIMS = (
     Claim(
         "variance of gradient norms", "affine", "softmax", "x 0.79 (0.5B), x 0.74 (1B)",
         _log_variance, "log_variance_difference", is_ratio=True,
+    ),
+    Claim(
+        "coefficient of variation", "affine", "softmax", "-0.10 (0.5B), -0.17 (1B)", _variation, "cv_difference"
     ),
     Claim("spikes, k = 9", "affine", "softmax", "-8 (0.5B), -1 (1B)", _spikes, "spikes_9_difference"),
     Claim(

@@ -6,7 +6,7 @@ from typing import Any
 
 from affine_attn.distill.gradients import STEPS, gradient_statistics
 from affine_attn.evaluate.results import TABLE_1, accuracy, average
-from experiments.compare import Interval, interval, paired
+from experiments.compare import Interval, Paired, interval, paired
 from experiments.grid import COMMON_RATE, PAPER_RATE
 from experiments.runs import Run
 
@@ -16,6 +16,8 @@ STEADINESS = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
 SEVERAL_SEEDS = 3
 # A run that stayed finite has diverged too if its loss, over so many steps, ends so far above the lowest it had.
 SMOOTHED_STEPS, LOSS_RISE = 50, 0.5
+# Where variances of gradients also begin: behind the very first steps, and behind the warmup.
+LATER = (11, 101)
 
 
 def table_a(runs: Iterable[Run], bigram: Row | None) -> list[Row]:
@@ -85,28 +87,40 @@ def table_b(runs: Iterable[Run]) -> list[Row]:
         series = run.series()
         if not series["step"] or (len(series["step"]) < STEPS and run.diverged_step is None):
             continue
-        found = gradient_statistics(series["grad_norm"])
+        found: Row = {**gradient_statistics(series["grad_norm"])}
+        for start in LATER:
+            rest = series["grad_norm"][start - 1 : STEPS]
+            found[f"variance_from_{start}"] = gradient_statistics(rest)["variance"] if rest else None
         diverged = {"diverged": has_diverged(run, series["loss"]), "diverged_step": run.diverged_step}
         rows.append(_about(run) | found | diverged | _made(run))
     return rows
 
 
 def summary_b(rows: Sequence[Row]) -> list[Row]:
-    """By variant and learning rate; ``ratio`` is that of the variance to softmax's, a mean of logarithms."""
+    """By variant and learning rate; ``ratio`` is that of the variance to softmax's, a mean of logarithms, and also of
+    the variance without the first steps."""
     settings = dict.fromkeys((row["variant"], row["lr"]) for row in rows)
-    logs = {
-        key: {row["seed"]: math.log(row["variance"]) for row in _of(key, rows) if row["variance"]} for key in settings
-    }
+
+    def against_softmax(variance: str, variant: str, rate: float) -> Paired:
+        values, baseline = (
+            {row["seed"]: math.log(row[variance]) for row in _of((name, rate), rows) if row[variance]}
+            for name in (variant, BASELINE)
+        )
+        return paired(values, baseline)
+
     summary = []
     for variant, rate in settings:
         mine = _of((variant, rate), rows)
         means = {
             name: interval([row[name] for row in mine]).mean for name in ("mean", "std", "cv", "spikes_6", "spikes_9")
         }
-        against = paired(logs[variant, rate], logs.get((BASELINE, rate), {}))
-        ratio = (
-            {} if variant == BASELINE else interval_columns("ratio", against.difference, math.exp) | {"p": against.p}
-        )
+        ratio: Row = {}
+        if variant != BASELINE:
+            against = against_softmax("variance", variant, rate)
+            ratio = interval_columns("ratio", against.difference, math.exp) | {"p": against.p}
+            for start in LATER:
+                later = against_softmax(f"variance_from_{start}", variant, rate)
+                ratio[f"ratio_from_{start}"] = math.exp(later.difference.mean)
         diverged = f"{sum(row['diverged'] for row in mine)}/{len(mine)}"
         variance = interval_columns("variance", interval([row["variance"] for row in mine]))
         summary.append(
@@ -180,7 +194,8 @@ def noise(runs: Sequence[Run]) -> list[Row]:
         differences["largest_step_difference"] = max(abs(a - b) for a, b in pairs)
         mine, theirs = (gradient_statistics(run.series()["grad_norm"]) for run in (again, before))
         differences["log_variance_difference"] = abs(math.log(mine["variance"] / theirs["variance"]))
-        differences["spikes_9_difference"] = abs(mine["spikes_9"] - theirs["spikes_9"])
+        for name in ("cv", "spikes_9"):
+            differences[f"{name}_difference"] = abs(mine[name] - theirs[name])
         rows.append(_about(again) | differences | _made(again))
     return rows
 

@@ -117,6 +117,7 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     assert {(row[0], row[3]): row[-1] for row in said} == {
         ("loss", "0.001"): "contradicts", ("loss", "0.003"): "agrees", ("loss", "own best"): "agrees",
         ("variance of gradient norms", "0.001"): "agrees", ("variance of gradient norms", "0.003"): "agrees",
+        ("coefficient of variation", "0.001"): "agrees", ("coefficient of variation", "0.003"): "agrees",
         ("spikes, k = 9", "0.001"): "within noise", ("spikes, k = 9", "0.003"): "within noise",
     }  # fmt: skip
     assert {path.name for path in written} >= {
@@ -130,6 +131,20 @@ def test_tables_from_folders(recipe, tmp_path, monkeypatch):
     assert before == {
         path: path.read_bytes() for path in islice(report.write_report(root, out, document, readme), len(before))
     }
+
+
+def test_variances_without_the_first_steps(recipe, tmp_path):
+    warmup, rest = [8.0, 4.0] * 45, [1.0, 3.0] * 200
+    a_folder(tmp_path, recipe, "softmax", 1, 1e-3, 4.0, norms=[50.0, 30.0] * 5 + warmup + rest)
+    a_folder(tmp_path, recipe, "affine", 1, 1e-3, 4.0, norms=[50.0, 10.0] * 5 + warmup + [norm / 2 for norm in rest])
+    a_folder(tmp_path, recipe, "sink", 1, 1e-3, 4.0, norms=[50.0] * 9, diverged=10)  # before there were any others
+    summary = {row["variant"]: row for row in tables.summary_b(tables.table_b(runs.read_runs(tmp_path)))}
+    assert "ratio_from_11" not in summary["softmax"]
+    after_warmup = summary["affine"]["ratio_from_101"]
+    assert after_warmup == pytest.approx(0.25)
+    from_11 = [np.var(np.r_[warmup, np.array(rest) * factor]) for factor in (0.5, 1.0)]
+    assert summary["affine"]["ratio_from_11"] == pytest.approx(from_11[0] / from_11[1])
+    assert math.isnan(summary["sink"]["ratio_from_11"])
 
 
 def test_the_best_rate_is_that_of_equal_seeds():
