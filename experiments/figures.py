@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SMOOTHED = 20  # steps of a point of a loss curve
-_SETTLED = 200  # the first step of differences, which are ten times larger before
+_SETTLED = 200  # the first step of differences, which are several times larger before
 _WIDEST = 14  # inches of a picture, for its letters to be read in a page
 # Of table D, whose names are not those of variants.
 _COLOUR_OF = {"rope": "softmax", "scale_invariant + affine": "affine"}
