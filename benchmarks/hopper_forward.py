@@ -8,15 +8,15 @@ timed. None is part of the package unless it wins.
 
 import argparse
 import functools
+import heapq
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,34 +48,57 @@ class Form:
     turns: bool = False  # groups of warps issue their products in turn
     polynomial: bool = False
 
-    def has_sums(self, head_dim: int) -> bool:
-        """Those of values are made where one block is cut by the diagonal, and need registers of their own."""
-        return self.groups * self.rows <= self.keys and head_dim == 64
+    @property
+    def has_sums(self) -> bool:
+        """Those of values are made where one block alone is cut by the diagonal."""
+        return self.groups * self.rows <= self.keys
 
     def constants(self) -> dict[str, Any]:
         return {
             "GROUPS": self.groups, "M": self.rows, "N": self.keys, "STAGES": self.stages, "REGISTERS": self.registers,
-            "SHARE": self.heads, "TURNS": self.turns, "POLYNOMIAL": self.polynomial,
+            "TURNS": self.turns, "POLYNOMIAL": self.polynomial,
         }  # fmt: skip
 
 
 FORMS = {
-    "two groups": Form(),
-    "in turns": Form(turns=True),
+    "plain": Form(),
+    "turns": Form(turns=True),
     "polynomial": Form(polynomial=True),
-    "polynomial, in turns": Form(polynomial=True, turns=True),
-    "three groups": Form(groups=3, keys=64, registers=160),
-    "small blocks": Form(keys=64),
-    "more heads": Form(heads=64),
+    "polynomial-turns": Form(polynomial=True, turns=True),
+    "three-groups": Form(groups=3, keys=64, registers=160),
+    "small-blocks": Form(keys=64),
+    "more-heads": Form(heads=64),
 }
+# Of a tile's own cost, in blocks of keys: its first products, its epilogue.
+_TILE_COST = 1.5
 
 
-def forms(head_dim: int) -> dict[str, Form]:
-    """Those that fit: with 128 columns half as many stages."""
-    if head_dim == 64:
-        return FORMS
-    few = {name: replace(form, stages=form.stages // 2) for name, form in FORMS.items()}
-    return {name: form for name, form in few.items() if form.groups == 2}
+class Order(NamedTuple):
+    tiles: Tensor  # int32 [programs, most]: head * blocks + block; the rest of a row is never used
+    counts: Tensor  # int32 [programs]
+
+
+@functools.lru_cache(maxsize=32)
+def order(form: Form, heads: int, length: int, programs: int, device: torch.device) -> Order:
+    """Tiles of ``heads`` at a time, the longest first, each to the program that is free first."""
+    blocks = _ceil(length, form.groups * form.rows)
+    lists: list[list[int]] = [[] for _ in range(programs)]
+    busy = [(0.0, program) for program in range(programs)]
+    for first in range(0, heads, form.heads):
+        for block in reversed(range(blocks)):
+            keys = _ceil(min((block + 1) * form.groups * form.rows, length), form.keys)
+            for head in range(first, min(first + form.heads, heads)):
+                until, program = busy[0]
+                lists[program].append(head * blocks + block)
+                heapq.heapreplace(busy, (until + keys + _TILE_COST, program))
+    most = max(map(len, lists)) + 1
+    padded = [tiles + [0] * (most - len(tiles)) for tiles in lists]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return Order(torch.tensor(padded, **options), torch.tensor([len(tiles) for tiles in lists], **options))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -87,7 +110,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def forward(call: Call, form: Form) -> Output:
-    """As :func:`affine_attn.core.fused.finish` for a causal call with Tq = Tk, with alpha and beta or neither."""
+    """As ``fused.finish``, for a causal call with Tq = Tk and a head_dim of 64, with alpha and beta or neither."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
     is_affine = call.alpha is not None
@@ -96,13 +119,13 @@ def forward(call: Call, form: Form) -> Output:
     if is_affine:
         y, before, sums = torch.empty_like(q), fused.fake_sums(call), fused._new_value_sums(call, plan)
         fused._sum_values(call, plan, sums)
-    blocks = triton.cdiv(length, form.groups * form.rows)
-    tiles = blocks * batch * heads
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    forward_kernel[(min(tiles, programs),)](
+    tiles, counts = order(form, batch * heads, length, programs, q.device)
+    forward_kernel[(programs,)](
         _descriptor(q, form.rows), _descriptor(k, form.keys), _descriptor(v, form.keys), _descriptor(o, form.rows),
-        _descriptor(y, form.rows), lse, call.alpha, call.beta, sums, before, batch * heads, heads, heads // k.shape[1],
-        length, blocks, tiles, call.scale * math.log2(math.e), plan.key_segments, plan.blocks, plan.block_segments,
+        _descriptor(y, form.rows), lse, fused._rows(call.alpha), fused._rows(call.beta), sums, before, tiles, counts,
+        tiles.shape[1], heads, heads // k.shape[1], length, _ceil(length, form.groups * form.rows),
+        call.scale * math.log2(math.e), plan.key_segments, plan.blocks, plan.block_segments,
         D=head_dim, AFFINE=is_affine, BLOCKS=1 << plan.blocks.bit_length(), SEGMENT=plan.tile.segment,
         SAVED=plan.tile.tokens, **form.constants(), num_warps=4,
     )  # fmt: skip
@@ -126,7 +149,7 @@ def wrong(call: Call, form: Form) -> str | None:
     return None
 
 
-def rows(name: str, rounds: int) -> Iterator[str]:
+def rows(name: str, chosen: dict[str, Form], rounds: int) -> Iterator[str]:
     shape, device = TRAINING_SHAPES["cuda"][name], torch.device("cuda")
     for variant in ("softmax", "affine"):
         inputs = random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device)
@@ -134,8 +157,8 @@ def rows(name: str, rounds: int) -> Iterator[str]:
         functions: dict[str, Callable[[], object]] = {"cuDNN": functools.partial(_stock, call)}
         if variant == "affine":
             functions["engine"] = functools.partial(attention, **inputs)
-        for label, form in forms(shape.head_dim).items():
-            if variant == "affine" and not form.has_sums(shape.head_dim):
+        for label, form in chosen.items():
+            if variant == "affine" and not form.has_sums:
                 continue
             if (reason := wrong(call, form)) is not None:
                 yield f"{name:8} {variant:8} {label:24} not timed: {reason}"
@@ -147,11 +170,13 @@ def rows(name: str, rounds: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", default=["0.5B", "1B"], help=", ".join(TRAINING_SHAPES["cuda"]))
+    shapes = [name for name, shape in TRAINING_SHAPES["cuda"].items() if shape.head_dim == 64]
+    parser.add_argument("shapes", nargs="*", default=shapes, help=", ".join(shapes))
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS, help="each takes seconds to compile")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     for name in options.shapes:
-        for line in rows(name, options.rounds):
+        for line in rows(name, {form: FORMS[form] for form in options.forms}, options.rounds):
             print(line, flush=True)
 
 

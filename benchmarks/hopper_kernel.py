@@ -1,13 +1,14 @@
 """A causal flash forward for Hopper, warp-specialised, with the affine epilogue on rows that are still in registers
 (Gluon kernels only; hopper_forward.py says why and times them).
 
-One program per multiprocessor goes from tile to tile. One warp loads, and runs ahead into the next tile; GROUPS groups
-of four warps attend, with M rows each and N keys at a time. A step asks for the scores of a block of keys together with
-the sum of the block before, and exponentiates while the tensor cores do the sum, or another group's products.
+One program per multiprocessor goes from tile to tile, in an order that the host has made. One warp loads, and runs
+ahead into the next tile; GROUPS groups of four warps attend, with M rows each and N keys at a time. A step asks for the
+scores of a block of keys together with the sum of the block before, and exponentiates while the tensor cores do the
+sum, or another group's products.
 
 Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
-offsets, m_ mask. H query heads, G of them to a kv head, T tokens. full, free: barriers of q, k and v, loaded and done
-with.
+offsets, m_ mask. H query heads, G of them to a kv head, T tokens. Barriers: full, of what is loaded, and free, of what
+is done with; blocks of k and v go through a ring of STAGES slots, block i of a program through slot i mod STAGES.
 
 Sums of values for beta: a product with a triangle of ones gives those within the block of the diagonal; what lies
 before comes from value_sums_kernel, as in the epilogue (affine_attn/core/kernels/epilogue.py).
@@ -53,12 +54,9 @@ EXP2_OF_FOUR = tl.constexpr("""
 
 
 @gluon.jit
-def _tile(t, heads, blocks, SHARE: gl.constexpr):
-    """Tile number -> (b * H + h, block of rows): SHARE heads in turn, their longest rows first."""
-    first = t // (SHARE * blocks) * SHARE
-    rest = t % (SHARE * blocks)
-    share = gl.minimum(SHARE, heads - first)
-    return first + rest % share, blocks - 1 - rest // share
+def _tile(p_order, most, n):
+    """The n-th tile of this program, as head * blocks + block of rows; the list goes one further than there are."""
+    return gl.load(p_order + gl.program_id(0) * most + n)
 
 
 @gluon.jit
@@ -68,37 +66,39 @@ def _key_blocks(row0, T, GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr)
 
 @gluon.jit
 def _load(
-    inputs, memory, full, free, sizes,
-    GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    inputs, memory, barriers, order, sizes,
+    GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads. Blocks of keys come from the diagonal backwards, so that the masked one is the first."""
     d_q, d_k, d_v = inputs
-    s_q, s_k, s_v, _ = memory
-    q_full, k_full, v_full = full
-    q_free, k_free, v_free = free
-    heads, H, G, T, blocks, tiles, _ = sizes
-    n_tile = 0
+    s_q, s_k, s_v, _, _ = memory
+    q_full, q_free, full, free, _ = barriers
+    p_order, most, p_tiles = order
+    H, G, T, blocks, _ = sizes
     i = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, block = _tile(t, heads, blocks, SHARE)
+    tile = _tile(p_order, most, 0)
+    for n in range(gl.load(p_tiles + gl.program_id(0))):
+        upcoming = _tile(p_order, most, n + 1)
+        head, block = tile // blocks, tile % blocks
         b, h = head // H, head % H
         row0 = block * (GROUPS * M)
-        for group in gl.static_range(GROUPS):
-            mbarrier.wait(q_free.index(group), (n_tile & 1) ^ 1)
-            mbarrier.expect(q_full.index(group), M * D * 2)
-            tma.async_copy_global_to_shared(d_q, [b, h, row0 + group * M, 0], q_full.index(group), s_q.index(group))
         count = _key_blocks(row0, T, GROUPS, M, N)
         for j in range(count):
             n0 = (count - 1 - j) * N
-            slot, phase = i % STAGES, (i // STAGES) & 1
-            mbarrier.wait(k_free.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), N * D * 2)
-            tma.async_copy_global_to_shared(d_k, [b, h // G, n0, 0], k_full.index(slot), s_k.index(slot))
-            mbarrier.wait(v_free.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), N * D * 2)
-            tma.async_copy_global_to_shared(d_v, [b, h // G, n0, 0], v_full.index(slot), s_v.index(slot))
+            slot = i % STAGES
+            mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), 2 * N * D * 2)
+            tma.async_copy_global_to_shared(d_k, [b, h // G, n0, 0], full.index(slot), s_k.index(slot))
+            tma.async_copy_global_to_shared(d_v, [b, h // G, n0, 0], full.index(slot), s_v.index(slot))
             i += 1
-        n_tile += 1
+            if j == 0:  # keys need not wait for the queries of the last tile
+                for group in gl.static_range(GROUPS):
+                    mbarrier.wait(q_free.index(group), (n & 1) ^ 1)
+                    mbarrier.expect(q_full.index(group), M * D * 2)
+                    tma.async_copy_global_to_shared(
+                        d_q, [b, h, row0 + group * M, 0], q_full.index(group), s_q.index(group)
+                    )
+        tile = upcoming
 
 
 @gluon.jit
@@ -124,20 +124,18 @@ def _weights(
 
 @gluon.jit
 def _steps(
-    group, n_step, i, first, last, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, full, free, turn, b_zero, o_row,
-    factor, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
+    group, n_step, i, first, last, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, barriers, b_zero, o_row, factor,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
     W_LAYOUT: gl.constexpr, O_ROWS: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
 ):  # fmt: skip
     """Blocks of keys [first, last), counted from the diagonal: scores of a block beside the sum of the one before."""
-    _, k_full, v_full = full
-    _, k_free, v_free = free
+    _, _, full, free, turn = barriers
     for j in range(first, last):
         old = i % STAGES
         i += 1
-        slot = i % STAGES
         if TURNS:
             mbarrier.wait(turn.index(group), (n_step + 1 + group) & 1)
-        t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        t_qk = warpgroup_mma(q, _block(s_k, i % STAGES, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         t_acc = warpgroup_mma(b_weight, _block(s_v, old, N, D), b_acc, is_async=True)
         if TURNS:
             mbarrier.arrive(turn.index(1 - group), count=1)
@@ -148,22 +146,19 @@ def _steps(
         )
         b_sum = b_sum * b_rescale + b_total
         b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
-        # These waits come here because they are loops: ptxas moves the wait for the product across everything else, to
+        # This wait comes here because it is a loop: ptxas moves the wait for the product across everything else, to
         # before the exponentials that should run beside it.
-        _wait_for_next(i, j + 1 < count, k_full, v_full, STAGES)
+        _wait_for(i + 1, j + 1 < count, full, STAGES)
         b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
-        # Together: the warps of the group meet before each.
-        mbarrier.arrive(k_free.index(slot), count=1)
-        mbarrier.arrive(v_free.index(old), count=1)
+        mbarrier.arrive(free.index(old), count=1)
         b_acc = b_acc * gl.convert_layout(b_rescale, O_ROWS)[:, None]
     return n_step, i, b_acc, b_weight, b_max, b_sum
 
 
 @gluon.jit
-def _wait_for_next(i, has_next, k_full, v_full, STAGES: gl.constexpr):
-    """What the products after block i take: its values, and the keys of the next block."""
-    mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
-    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=has_next)
+def _wait_for(i, is_there, full, STAGES: gl.constexpr):
+    """Block i, if there is one."""
+    mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1, pred=is_there)
 
 
 @gluon.jit
@@ -172,23 +167,22 @@ def _block(s, slot, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _sum_before(p_sums, kv_head, segment, segments, sum_blocks, block_segments, D: gl.constexpr, BLOCKS: gl.constexpr):
-    """Sum of the values before a segment, as in the epilogue: its own row, and totals of the blocks before its own."""
+def _sums_before(p_sums, kv_head, segment, segments, sum_blocks, block_segments, D: gl.constexpr, BLOCKS: gl.constexpr):
+    """What adds up to the sum of the values before a segment: its own row, and totals of the blocks before its own."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     o_n = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     o_row = gl.where(o_n == BLOCKS - 1, segment, segments + o_n)
     m_row = (o_n < segment // block_segments) | (o_n == BLOCKS - 1)
     p_row = p_sums + (kv_head * (segments + sum_blocks) + o_row)[:, None] * D + o_d[None, :]
-    return gl.sum(gl.load(p_row, mask=m_row[:, None], other=0.0), 0)
+    return gl.load(p_row, mask=m_row[:, None], other=0.0)
 
 
 @gluon.jit
 def _attend(
-    group, tensors, sums, memory, full, free, turn, sizes,
-    GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
-    TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, AFFINE: gl.constexpr, BLOCKS: gl.constexpr, SEGMENT: gl.constexpr,
-    SAVED: gl.constexpr,
+    group, tensors, sums, memory, barriers, order, sizes,
+    GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    POLYNOMIAL: gl.constexpr, AFFINE: gl.constexpr, BLOCKS: gl.constexpr, SEGMENT: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
     """A group of warps, with M rows of each tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -196,151 +190,152 @@ def _attend(
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    O_COLUMNS: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
     d_o, d_y, p_lse, p_alpha, p_beta = tensors
     p_sums, p_before, segments, sum_blocks, block_segments = sums
-    s_q, s_k, s_v, s_y = memory
-    q_full, k_full, v_full = full
-    q_free, k_free, v_free = free
-    heads, H, G, T, blocks, tiles, factor = sizes
-    q_out = s_q.index(group)
-    q = q_out.reshape([M, D])
-    n_tile = 0
+    s_q, s_k, s_v, s_o, s_y = memory
+    q_full, q_free, full, free, _turn = barriers
+    p_order, most, p_tiles = order
+    H, G, T, blocks, factor = sizes
+    q = _block(s_q, group, M, D)
     n_step = 0
     i = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, block = _tile(t, heads, blocks, SHARE)
+    tile = _tile(p_order, most, 0)
+    for n in range(gl.load(p_tiles + gl.program_id(0))):
+        upcoming = _tile(p_order, most, n + 1)
+        head, block = tile // blocks, tile % blocks
         b, h = head // H, head % H
         row0 = block * (GROUPS * M)
         first_row = row0 + group * M
         count = _key_blocks(row0, T, GROUPS, M, N)
-        o_row = first_row + gl.arange(0, M, S_ROWS)
-        mbarrier.wait(q_full.index(group), n_tile & 1)
-        slot = i % STAGES
-        mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
-        b_zero = gl.zeros([M, N], gl.float32, S_LAYOUT)
-        t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_qk = warpgroup_mma_wait(0, deps=(t_qk,))
-        b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
         diagonal = (count - 1) * N
-        b_p, b_max, _, b_sum = _weights(b_qk, b_max, factor, o_row, diagonal, N, S_LAYOUT, True, False)
+        o_row = first_row + gl.arange(0, M, S_ROWS)
+        mbarrier.wait(q_full.index(group), n & 1)
+        _wait_for(i, True, full, STAGES)
+        slot = i % STAGES
+        b_zero = gl.zeros([M, N], gl.float32, S_LAYOUT)
         b_acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
-        b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
-        _wait_for_next(i, count > 1, k_full, v_full, STAGES)
-        mbarrier.arrive(k_free.index(slot), count=1)
-        b_u = b_acc
+        t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        t_u = b_acc
         if AFFINE:
             o_key = diagonal + gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
             b_ones = gl.where(o_key[None, :] <= o_row[:, None], 1.0, 0.0).to(s_v.dtype)
             t_u = warpgroup_mma(
                 gl.convert_layout(b_ones, W_LAYOUT), _block(s_v, slot, N, D), b_acc, use_acc=False, is_async=True
             )
+            b_qk = warpgroup_mma_wait(1, deps=(t_qk,))
+        else:
+            b_qk = warpgroup_mma_wait(0, deps=(t_qk,))
+        b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
+        b_p, b_max, _, b_sum = _weights(b_qk, b_max, factor, o_row, diagonal, N, S_LAYOUT, True, False)
+        b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
+        _wait_for(i + 1, count > 1, full, STAGES)
+        if AFFINE:
             b_u = warpgroup_mma_wait(0, deps=(t_u,))
+            # Asked for here, so that nobody waits for them at the end.
+            o_t = first_row + gl.arange(0, M, O_ROWS)
+            b_alpha = gl.load(p_alpha + head * T + o_t, mask=o_t < T, other=0.0)
+            b_beta = gl.load(p_beta + head * T + o_t, mask=o_t < T, other=0.0)
         whole = 1
         if GROUPS * M > N:
             # More blocks than one are cut by the diagonal.
             whole = gl.maximum(count - (first_row + 1) // N, 1)
             n_step, i, b_acc, b_weight, b_max, b_sum = _steps(
-                group, n_step, i, 1, whole, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, full, free, turn,
-                b_zero, o_row, factor, N, D, STAGES, True, S_LAYOUT, W_LAYOUT, O_ROWS, TURNS, POLYNOMIAL,
+                group, n_step, i, 1, whole, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, barriers, b_zero, o_row,
+                factor, N, D, STAGES, True, S_LAYOUT, W_LAYOUT, O_ROWS, TURNS, POLYNOMIAL,
             )  # fmt: skip
         n_step, i, b_acc, b_weight, b_max, b_sum = _steps(
-            group, n_step, i, whole, count, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, full, free, turn,
-            b_zero, o_row, factor, N, D, STAGES, False, S_LAYOUT, W_LAYOUT, O_ROWS, TURNS, POLYNOMIAL,
+            group, n_step, i, whole, count, count, b_acc, b_weight, b_max, b_sum, q, s_k, s_v, barriers, b_zero, o_row,
+            factor, N, D, STAGES, False, S_LAYOUT, W_LAYOUT, O_ROWS, TURNS, POLYNOMIAL,
         )  # fmt: skip
-        slot = i % STAGES
-        t_acc = warpgroup_mma(b_weight, _block(s_v, slot, N, D), b_acc, is_async=True)
-        b_lse = (b_max * factor + gl.log2(b_sum)) * LN2
-        if AFFINE:  # alpha goes into what the stock backward takes for its weights
-            b_alpha = gl.load(p_alpha + head * T + o_row, mask=o_row < T, other=1.0)
-            b_lse -= gl.log(gl.abs(b_alpha))
-        gl.store(p_lse + head * T + o_row, b_lse, mask=o_row < T)
-        b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
-        mbarrier.arrive(v_free.index(slot), count=1)
-        i += 1
-        b_out = b_acc / gl.convert_layout(b_sum, O_ROWS)[:, None]
-        # The rows of q are done with: their memory takes the result on its way out.
-        q.store(b_out.to(s_q.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(d_o, [b, h, first_row, 0], q_out)
+        mbarrier.arrive(q_free.index(group), count=1)
         if AFFINE:
-            o_t = first_row + gl.arange(0, M, O_ROWS)
-            o_d = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
-            b_alpha = gl.load(p_alpha + head * T + o_t, mask=o_t < T, other=0.0)
-            b_beta = gl.load(p_beta + head * T + o_t, mask=o_t < T, other=0.0)
             kv_head = head // G
-            b_before = _sum_before(
+            b_before = _sums_before(
                 p_sums, kv_head, diagonal // SEGMENT, segments, sum_blocks, block_segments, D, BLOCKS
             )
-            b_u += gl.convert_layout(b_before, gl.SliceLayout(0, O_LAYOUT))[None, :]
+        t_acc = warpgroup_mma(b_weight, _block(s_v, i % STAGES, N, D), b_acc, is_async=True)
+        b_lse = (b_max * factor + gl.log2(b_sum)) * LN2
+        if AFFINE:  # alpha goes into what the stock backward takes for its weights
+            b_lse -= gl.log(gl.abs(gl.convert_layout(b_alpha, S_ROWS)))
+        gl.store(p_lse + head * T + o_row, b_lse, mask=o_row < T)
+        b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
+        mbarrier.arrive(free.index(i % STAGES), count=1)
+        i += 1
+        b_out = b_acc / gl.convert_layout(b_sum, O_ROWS)[:, None]
+        tma.store_wait(0)  # of the last tile
+        _block(s_o, group, M, D).store(b_out.to(s_o.dtype))
+        if AFFINE:
+            b_u += gl.convert_layout(gl.sum(b_before, 0), O_COLUMNS)[None, :]
             b_y = b_alpha[:, None] * b_out + b_beta[:, None] * b_u
-            y_out = s_y.index(group)
-            y_out.reshape([M, D]).store(b_y.to(s_y.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(d_y, [b, h, first_row, 0], y_out)
+            _block(s_y, group, M, D).store(b_y.to(s_y.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d_o, [b, h, first_row, 0], s_o.index(group))
+        if AFFINE:
+            tma.async_copy_shared_to_global(d_y, [b, h, first_row, 0], s_y.index(group))
             # For the backward: the sum before every SAVED tokens, by one head of those that share it.
+            o_d = gl.arange(0, D, O_COLUMNS)
             saved = gl.cdiv(T, SAVED)
             o_saved = (o_t + 1) // SAVED
             m_saved = ((o_t + 1) % SAVED == 0) & (o_saved < saved) & (h % G == 0)
             p_saved = p_before + (kv_head * saved + o_saved)[:, None] * D + o_d[None, :]
             gl.store(p_saved, b_u, mask=m_saved[:, None])
             if (first_row == 0) & (h % G == 0):
-                gl.store(p_before + kv_head * saved * D + o_d, gl.zeros([D], gl.float32, gl.SliceLayout(0, O_LAYOUT)))
-        tma.store_wait(0)
-        mbarrier.arrive(q_free.index(group), count=1)
-        n_tile += 1
+                gl.store(p_before + kv_head * saved * D + o_d, gl.zeros([D], gl.float32, O_COLUMNS))
+        tile = upcoming
+    tma.store_wait(0)
 
 
 @gluon.jit
 def forward_kernel(
-    d_q, d_k, d_v, d_o, d_y, p_lse, p_alpha, p_beta, p_sums, p_before, heads, H, G, T, blocks, tiles, factor, segments,
-    sum_blocks, block_segments, GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    AFFINE: gl.constexpr, BLOCKS: gl.constexpr, SEGMENT: gl.constexpr, SAVED: gl.constexpr,
+    d_q, d_k, d_v, d_o, d_y, p_lse, p_alpha, p_beta, p_sums, p_before, p_order, p_tiles, most, H, G, T, blocks, factor,
+    segments, sum_blocks, block_segments,
+    GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, AFFINE: gl.constexpr, BLOCKS: gl.constexpr,
+    SEGMENT: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k') v and its log-sum-exp; with AFFINE also y = alpha * o + beta * (sums of v), log |alpha| off the
     log-sum-exp, and the sum of values before every SAVED tokens: what the engine's backward wants."""
+    # A step waits for the next block while the product with the one before is on its way: three at a time.
+    gl.static_assert(STAGES >= 3)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s_q = gl.allocate_shared_memory(d_q.dtype, [GROUPS, 1, 1, M, D], d_q.layout)
     s_k = gl.allocate_shared_memory(d_q.dtype, [STAGES, 1, 1, N, D], d_k.layout)
     s_v = gl.allocate_shared_memory(d_q.dtype, [STAGES, 1, 1, N, D], d_v.layout)
-    s_y = gl.allocate_shared_memory(d_q.dtype, [GROUPS if AFFINE else 1, 1, 1, M if AFFINE else 8, D], d_q.layout)
+    s_o = gl.allocate_shared_memory(d_q.dtype, [GROUPS, 1, 1, M, D], d_o.layout)
+    s_y = gl.allocate_shared_memory(d_q.dtype, [GROUPS if AFFINE else 1, 1, 1, M if AFFINE else 8, D], d_o.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for group in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(group), count=1)
         mbarrier.init(q_free.index(group), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=GROUPS)
-        mbarrier.init(v_free.index(stage), count=GROUPS)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
     for group in gl.static_range(2):
         mbarrier.init(turn.index(group), count=1)
     fence_async_shared()
-    full, free = (q_full, k_full, v_full), (q_free, k_free, v_free)
-    inputs, memory = (d_q, d_k, d_v), (s_q, s_k, s_v, s_y)
-    tensors, sizes = (d_o, d_y, p_lse, p_alpha, p_beta), (heads, H, G, T, blocks, tiles, factor)
-    sums = (p_sums, p_before, segments, sum_blocks, block_segments)
+    inputs, memory, barriers = (d_q, d_k, d_v), (s_q, s_k, s_v, s_o, s_y), (q_full, q_free, full, free, turn)
+    tensors, sums = (d_o, d_y, p_lse, p_alpha, p_beta), (p_sums, p_before, segments, sum_blocks, block_segments)
+    order, sizes = (p_order, most, p_tiles), (H, G, T, blocks, factor)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, tensors, sums, memory, full, free, turn, sizes, GROUPS, M, N, D, STAGES, SHARE,
-                       TURNS, POLYNOMIAL, AFFINE, BLOCKS, SEGMENT, SAVED)),
-            (_attend, (1, tensors, sums, memory, full, free, turn, sizes, GROUPS, M, N, D, STAGES, SHARE,
-                       TURNS, POLYNOMIAL, AFFINE, BLOCKS, SEGMENT, SAVED)),
-            (_load, (inputs, memory, full, free, sizes, GROUPS, M, N, D, STAGES, SHARE)),
+            (_attend, (0, tensors, sums, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES, TURNS, POLYNOMIAL,
+                       AFFINE, BLOCKS, SEGMENT, SAVED)),
+            (_attend, (1, tensors, sums, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES, TURNS, POLYNOMIAL,
+                       AFFINE, BLOCKS, SEGMENT, SAVED)),
+            (_load, (inputs, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (0, tensors, sums, memory, full, free, turn, sizes, GROUPS, M, N, D, STAGES, SHARE,
-                       TURNS, POLYNOMIAL, AFFINE, BLOCKS, SEGMENT, SAVED)),
-            (_attend, (1, tensors, sums, memory, full, free, turn, sizes, GROUPS, M, N, D, STAGES, SHARE,
-                       TURNS, POLYNOMIAL, AFFINE, BLOCKS, SEGMENT, SAVED)),
-            (_attend, (2, tensors, sums, memory, full, free, turn, sizes, GROUPS, M, N, D, STAGES, SHARE,
-                       TURNS, POLYNOMIAL, AFFINE, BLOCKS, SEGMENT, SAVED)),
-            (_load, (inputs, memory, full, free, sizes, GROUPS, M, N, D, STAGES, SHARE)),
+            (_attend, (0, tensors, sums, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES, TURNS, POLYNOMIAL,
+                       AFFINE, BLOCKS, SEGMENT, SAVED)),
+            (_attend, (1, tensors, sums, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES, TURNS, POLYNOMIAL,
+                       AFFINE, BLOCKS, SEGMENT, SAVED)),
+            (_attend, (2, tensors, sums, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES, TURNS, POLYNOMIAL,
+                       AFFINE, BLOCKS, SEGMENT, SAVED)),
+            (_load, (inputs, memory, barriers, order, sizes, GROUPS, M, N, D, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
