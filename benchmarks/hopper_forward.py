@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS, help="each takes seconds to compile")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
     for name in options.shapes:
         for line in rows(name, {form: FORMS[form] for form in options.forms}, options.rounds):
             print(line, flush=True)
