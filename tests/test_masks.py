@@ -32,11 +32,11 @@ def _table(mask: Mask, batch: int, tq: int, tk: int) -> list[list[list[bool]]]:
 
 @st.composite
 def cases(draw) -> tuple[Mask, int, int, int]:
-    batch, tq, tk = draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.integers(1, 8))
+    batch, tq, tk = draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.integers(0, 8))
 
-    def rows(element: st.SearchStrategy, width: int) -> torch.Tensor:
+    def rows(element: st.SearchStrategy, width: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         row = st.lists(element, min_size=width, max_size=width)
-        return torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
+        return torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)), dtype=dtype)
 
     causal = draw(st.booleans())
     mask = Mask(
@@ -44,7 +44,7 @@ def cases(draw) -> tuple[Mask, int, int, int]:
         window=draw(st.none() | st.integers(1, tk + 2)) if causal else None,
         # Ids may come back after another document, be negative or far apart.
         documents=rows(st.sampled_from([0, 1, -3, 10**6]), tk) if draw(st.booleans()) else None,
-        padding=rows(st.booleans(), tk) if draw(st.booleans()) else None,
+        padding=rows(st.booleans(), tk, torch.bool) if draw(st.booleans()) else None,
         lengths=rows(st.integers(0, tk), 1)[:, 0] if draw(st.booleans()) else None,
     )
     return mask, batch, tq, tk

@@ -73,6 +73,8 @@ class Mask:
     def predicate(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """sees(b, h, i, j): broadcastable index tensors in, bool out; also FlexAttention's mask_mod."""
         causal, window, documents, padding, lengths = (getattr(self, f.name) for f in fields(self))
+        if tk == 0:
+            documents = None  # nothing to see, and no id to compare
         if lengths is not None:
             # Fewer slots than queries are a negative difference, which unsigned integers do not have.
             lengths = lengths.to(torch.int64)

@@ -39,7 +39,7 @@ def why_not(call: Call) -> str | None:
         return "it has no backward"
     if not 0 < call.tq <= MAX_QUERIES:
         return f"it takes 1 to {MAX_QUERIES} queries, not {call.tq}"
-    if call.tk == 0 or (call.mask.lengths is None and call.tq > call.tk):
+    if 0 in (call.q.shape[0], call.tk) or (call.mask.lengths is None and call.tq > call.tk):
         return "it needs a key for every query"
     if type(call.logit) not in _LOGITS:
         return f"its kernel does not know the {type(call.logit).__name__} logit"

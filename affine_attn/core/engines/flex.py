@@ -33,7 +33,7 @@ _block_masks: WeakKeyDictionary[Mask, dict[tuple, BlockMask]] = WeakKeyDictionar
 def why_not(call: Call) -> str | None:
     if call.q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention does not run on {call.q.device.type}"
-    if call.tq == 0 or call.tk == 0:
+    if 0 in (call.q.shape[0], call.tq, call.tk):
         return "FlexAttention needs at least one query and one key"
     if call.q.device.type == "cpu":
         return "FlexAttention has no backward on the CPU" if call.needs_grad else None

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 def why_not(q: Tensor, k: Tensor, causal: bool, window: int | None) -> str | None:
     """Why no stock kernel runs this, or None."""
-    if k.shape[2] == 0 or q.shape[2] == 0:
+    if 0 in (q.shape[0], q.shape[2], k.shape[2]):
         return "a stock kernel needs at least one query and one key"
     if causal and q.shape[2] > k.shape[2]:
         return "a stock kernel cannot have causal queries without any key (more queries than keys)"
