@@ -1,6 +1,8 @@
 """Alpha and its moving average: one commit per optimizer step, whatever happens between two steps."""
 
 import copy
+import gc
+import pickle
 import warnings
 
 import pytest
@@ -198,6 +200,27 @@ def test_a_second_optimizer_of_the_same_step_does_not_decay_the_average():
     torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_batch_that_was_left_out_does_not_ruin_the_average(bad):
+    """A loop without the step whose loss is not finite, as a GradScaler is one, goes on afterwards."""
+    layer, x = _layer(start=0.25), torch.randn(2, 3, DIM)
+    optimizer = _tracked_sgd(layer)
+    layer(torch.full((2, 3, DIM), bad))
+    _step(layer, [x], optimizer)
+    assert layer.alpha.alpha_ma.tolist() == [0.25] * HEADS
+    _step(layer, [x], optimizer)
+    torch.testing.assert_close(layer.alpha.alpha_ma, 0.9 * torch.tensor(0.25) + 0.1 * _mean_alpha(layer.alpha, x))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_has_no_steps_to_follow_is_refused(swapped):
+    """An optimizer that a Trainer has not made yet is None."""
+    gate = _gate()
+    arguments = (_tracked_sgd(gate), gate) if swapped else (gate, None)
+    with pytest.raises(ValueError, match=r"^track_alpha: a module and its torch optimizer .*got \w+ and \w+$"):
+        track_alpha(*arguments)
+
+
 def test_one_average_for_all_heads():
     gate, x = _gate(per_head=False), torch.randn(2, 3, DIM)
     _step(gate, [x], _tracked_sgd(gate))
@@ -298,12 +321,30 @@ def test_start_as_softmax_is_exactly_the_softmax_layer_and_can_learn():
     assert affine.alpha.w_a.grad.abs().min() > 0
 
 
-def test_a_loop_that_never_commits_is_warned():
-    gate = _gate()
+def _assert_warned_without_tracking(gate: AlphaGate) -> None:
     optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
     _step(gate, [torch.randn(2, 3, DIM)], optimizer)
     with pytest.warns(UserWarning, match="track_alpha"):
         _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+
+
+def test_a_loop_that_never_commits_is_warned():
+    _assert_warned_without_tracking(_gate())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda gate: pickle.loads(pickle.dumps(gate))], ids=["copy", "file"])
+def test_a_copy_of_what_was_tracked_is_not(copied):
+    gate = _gate()
+    optimizer = _tracked_sgd(gate, lr=0.1)
+    _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+    _assert_warned_without_tracking(copied(gate))
+
+
+def test_an_optimizer_that_takes_the_place_of_the_tracked_one_is_not():
+    gate = _gate()
+    _step(gate, [torch.randn(2, 3, DIM)], _tracked_sgd(gate, lr=0.1))
+    gc.collect()
+    _assert_warned_without_tracking(gate)
 
 
 def _tracked_loop(gate: AlphaGate) -> None:

@@ -6,8 +6,8 @@ recomputation (sum and count grow together) and data-parallel ranks cannot skew 
 """
 
 import warnings
-from typing import Literal
-from weakref import WeakSet
+from typing import Any, Literal
+from weakref import ReferenceType, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,9 @@ class AlphaGate(nn.Module):
         self._count = torch.zeros(heads, dtype=torch.float32)
         # Of the heads this rank has; tensor parallelism moves it and shards w_a, the average stays whole.
         self.first_head = 0
-        self._tracked = False
+        # Once it is gone, nobody commits.
+        self._optimizer: ReferenceType[torch.optim.Optimizer] | None = None
+        self._warned = False
         self._weight_version: int | None = None
         self.reset_parameters()
 
@@ -129,7 +131,7 @@ class AlphaGate(nn.Module):
 
     def _warn_if_never_committed(self) -> None:
         """An optimizer step bumps the version of W_a; sums that outlive one belong to a loop that never commits."""
-        if self._tracked or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._warned or (self._optimizer is not None and self._optimizer()):
             return
         version = self.w_a._version
         if self._weight_version is not None and version != self._weight_version:
@@ -137,8 +139,12 @@ class AlphaGate(nn.Module):
                 "the optimizer stepped but alpha_ma was not updated: call track_alpha(model, optimizer) once",
                 stacklevel=4,
             )
-            self._tracked = True  # once is enough
+            self._warned = True  # once is enough
         self._weight_version = version
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, in memory or in a file, that no optimizer commits."""
+        return self.__dict__ | {"_optimizer": None, "_warned": False, "_weight_version": None}
 
     def _apply(self, fn, recurse=True):
         average = self.alpha_ma
@@ -178,8 +184,9 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
             mean = mean.mean().expand_as(mean)
         momentum = gate.affine.momentum
         updated = momentum * gate.alpha_ma + (1 - momentum) * mean
-        # No tokens since the last commit (a second optimizer of the same step, say): keep the average.
-        gate.alpha_ma.copy_(torch.where(count > 0, updated, gate.alpha_ma))
+        # No tokens since the last commit (a second optimizer of the same step, say), or a NaN among them (a batch that
+        # the loop left out, say): keep the average.
+        gate.alpha_ma.copy_(torch.where((count > 0) & updated.isfinite(), updated, gate.alpha_ma))
         gate._sum.zero_()
         gate._count.zero_()
         gate._weight_version = None
@@ -189,10 +196,13 @@ def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.
     """Commit alpha_ma after every step of ``optimizer``. Calling it twice is the same as once."""
     # What accelerate makes of an optimizer has no hooks: the one inside it steps, at the end of an accumulation.
     optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_post_hook"):
+        given = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise ValueError(f"track_alpha: a module and its torch optimizer must be given, got {given}")
     tracked: WeakSet = optimizer.__dict__.setdefault("_affine_attn_tracked", WeakSet())
     if model in tracked:
         return
     tracked.add(model)
     for gate in alpha_gates(model):
-        gate._tracked = True
+        gate._optimizer = ReferenceType(optimizer)
     optimizer.register_step_post_hook(lambda *_: commit_alpha(model, group))
