@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from affine_attn.core.dispatch import ENGINES
 B, H, KV, T, D = 2, 4, 2, 5, 8
 Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)
 ROWS = torch.rand(B, H, T)
+LAYER, X = AttentionLayer(16, 4), torch.randn(B, T, 16)
 
 
 def call(**changes) -> Callable:
@@ -113,6 +115,8 @@ BAD: dict[str, tuple[Callable, str]] = {
         masked(lengths=torch.tensor([-1, T])),
         r"lengths must be from 0 to the 5 key slots, got \[-1, 5\]",
     ),
+    "causal_tensor": (lambda: Mask(torch.ones(B, T).bool()), r"causal must be True or False, got Tensor"),
+    "causal_none": (masked(causal=None), r"causal must be True or False, got NoneType"),
     # engines
     "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
     "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),
@@ -134,15 +138,28 @@ BAD: dict[str, tuple[Callable, str]] = {
         r"^impl='flex' cannot run this call: .*no backward on the CPU",
     ),
     # specs
-    "tau_0": (lambda: ScaleInvariant(tau=0.0), r"tau must be > 0, got 0"),
-    "tau_negative": (lambda: ScaleInvariant(tau=-1.0), r"tau must be > 0, got -1"),
-    "tau_nan": (lambda: ScaleInvariant(tau=float("nan")), r"tau must be > 0, got nan"),
+    "tau_0": (lambda: ScaleInvariant(tau=0.0), r"tau must be a number > 0, got 0"),
+    "tau_negative": (lambda: ScaleInvariant(tau=-1.0), r"tau must be a number > 0, got -1"),
+    "tau_nan": (lambda: ScaleInvariant(tau=float("nan")), r"tau must be a number > 0, got nan"),
+    "tau_text": (lambda: ScaleInvariant(tau="3"), r"tau must be a number > 0, got '3'"),
+    "tau_tensor": (lambda: ScaleInvariant(tau=torch.tensor(3.0)), r"tau must be a number > 0, got tensor"),
     "logn_length": (lambda: LogN(length=1), r"length must be an integer > 1, got 1"),
     "phi": (lambda: Affine(phi="relu"), r"phi must be one of \['linear_clipping', 'sigmoid'.*\], got 'relu'"),
     "affine_length": (lambda: Affine(length=-1), r"length must be an integer >= 0 or 'keys', got -1"),
     "affine_length_name": (lambda: Affine(length="visible"), r"length must be .*'keys', got 'visible'"),
-    "momentum": (lambda: Affine(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-    "alpha_range": (lambda: Affine(alpha_range=0.0), r"alpha_range must be > 0, got 0"),
+    "momentum": (lambda: Affine(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
+    "momentum_text": (lambda: Affine(momentum="0.9"), r"momentum must be a number in \[0, 1\), got '0.9'"),
+    "momentum_not_json": (
+        lambda: Affine(momentum=np.float32(0.9)),
+        r"momentum must be a number in \[0, 1\), got np.float32",
+    ),
+    "start_nan": (lambda: Affine(start=float("nan")), r"start must be a finite number, got nan"),
+    "start_none": (lambda: Affine(start=None), r"start must be a finite number, got None"),
+    "per_head_text": (lambda: Affine(per_head="no"), r"per_head must be True or False, got 'no'"),
+    "beta_number": (lambda: Affine(beta=0.5), r"beta must be True or False, got 0.5"),
+    "alpha_range_none": (lambda: Affine(alpha_range=None), r"alpha_range must be a number > 0, got None"),
+    "alpha_range_inf": (lambda: Affine(alpha_range=float("inf")), r"alpha_range must be a number > 0, got inf"),
+    "alpha_range": (lambda: Affine(alpha_range=0.0), r"alpha_range must be a number > 0, got 0"),
     "spec_logit": (lambda: AttentionSpec(logit="alibi"), r"logit must be None or one of .*Alibi.*, got 'alibi'"),
     "spec_sink_name": (lambda: AttentionSpec(sink="fixed"), r"sink must be None, a number or 'learned', got 'fixed'"),
     "spec_sink_list": (lambda: AttentionSpec(sink=[0.0]), r"sink must be None, a number or 'learned', got \[0.0\]"),
@@ -163,6 +180,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     "variant_part": (lambda: variant("sink+afine"), r"'afine'.*did you mean 'affine'"),
     "variant_parts": (lambda: variant("sink+off_by_one"), r"'sink\+off_by_one': 'off_by_one' has another sink"),
     "variant_unknown": (lambda: variant("xyz"), r"'xyz'.*affine.*scale_invariant"),
+    "variant_spec": (lambda: variant(AttentionSpec()), r"name must be a str, got AttentionSpec"),
     # layers
     "layer_variant": (lambda: AttentionLayer(16, 4, attention="afine"), r"'afine'.*did you mean 'affine'"),
     "layer_attention_none": (lambda: AttentionLayer(16, 4, attention=None), r"attention.*None"),
@@ -173,14 +191,25 @@ BAD: dict[str, tuple[Callable, str]] = {
         lambda: AttentionLayer(16, 4)(torch.randn(1, 2, 16), cache=object()),
         r"positions must be given together with a cache",
     ),
+    "layer_rope": (lambda: AttentionLayer(16, 4, rope="p_rope"), r"rope must be a Rope or None, got 'p_rope'"),
+    "layer_one_sequence": (lambda: LAYER(X[0]), r"x must be \[batch, tokens, dim\], got \[5, 16\]"),
+    "layer_mask_none": (lambda: LAYER(X, None), r"mask must be a Mask, got NoneType"),
+    "layer_mask_tensor": (lambda: LAYER(X, torch.ones(T, T)), r"mask must be a Mask, got Tensor"),
+    "layer_padding": (lambda: LAYER(X, Mask(padding=torch.ones(B, 4).bool())), r"padding must have shape \[2, 5\]"),
+    "layer_one_position": (
+        lambda: LAYER(X, positions=torch.zeros(B, 1).long()),
+        r"positions must be \[B or 1, T\] of x, got \[2, 1\]",
+    ),
+    "layer_positions": (lambda: LAYER(X, positions=torch.arange(6)[None]), r"positions must be .*got \[1, 6\]"),
+    "rope_theta_text": (lambda: Rope(theta="1e4"), r"theta must be a number > 0, got '1e4'"),
     "rope_kind": (lambda: Rope(kind="yarn"), r"kind must be 'rope', 'p_rope' or 'p_rope_top', got 'yarn'"),
-    "rope_theta": (lambda: Rope(theta=0.0), r"theta must be > 0, got 0"),
+    "rope_theta": (lambda: Rope(theta=0.0), r"theta must be a number > 0, got 0"),
     "rope_slowest_text": (lambda: Rope(kind="p_rope", slowest="64"), r"slowest must be at least 1 position .*, got 64"),
     "rope_slowest": (
         lambda: Rope(kind="p_rope", slowest=0.0),
         r"slowest must be at least 1 position per radian, got 0.0",
     ),
-    "rope_p": (lambda: Rope(kind="p_rope_top", p=1.5), r"p must be in \(0, 1\], got 1.5"),
+    "rope_p": (lambda: Rope(kind="p_rope_top", p=1.5), r"p must be a number in \(0, 1\], got 1.5"),
 }
 
 

@@ -287,6 +287,9 @@ def test_layers_may_differ():
         ({"attention": 3}, "attention must be a variant's name"),
         ({"attention": ["affine"] * 3}, "attention has 3 entries, num_hidden_layers is 2"),
         ({"window": [2]}, "window has 1 entries, num_hidden_layers is 2"),
+        ({"window": 0}, "window must be an integer >= 1 .*got 0"),
+        ({"window": (4, 2.0)}, "window must be an integer >= 1 .*got 2.0"),
+        ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"num_attention_heads": 3, "hidden_size": 33}, "must be a multiple of num_key_value_heads"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
     ],
@@ -338,6 +341,7 @@ def test_other_implementations_are_refused():
     ("arguments", "message"),
     [
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask must be 2-D"),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask must be 2-D \[1, tokens so far\], got \[2, 3\]"),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask must cover all 3 tokens, cached and new, got 2"),
         ({"document_ids": torch.ones(1, 2, dtype=torch.long)}, "document_ids must name every key"),
     ],

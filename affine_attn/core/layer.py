@@ -50,6 +50,8 @@ class AttentionLayer(nn.Module):
             raise ValueError(
                 f"AttentionLayer: attention must be a variant's name or an AttentionSpec, got {attention!r}"
             )
+        if not isinstance(rope, Rope | None):
+            raise ValueError(f"AttentionLayer: rope must be a Rope or None, got {rope!r}")
         self.spec = variant(attention) if isinstance(attention, str) else attention
         # What a forward reads of it, as plain values: see AlphaGate.
         self.logit, self.sink, self.gate = self.spec.logit, self.spec.sink, self.spec.gate
@@ -94,6 +96,13 @@ class AttentionLayer(nn.Module):
         impl: str = "auto",
     ) -> Tensor:
         """x [B, T, dim]; positions [B or 1, T] for RoPE (default: each token's slot); mask over the cached keys."""
+        if x.ndim != 3:
+            raise ValueError(f"AttentionLayer: x must be [batch, tokens, dim], got {list(x.shape)}")
+        if not isinstance(mask, Mask):
+            raise ValueError(f"AttentionLayer: mask must be a Mask, got {type(mask).__name__}")
+        # A single position would be broadcast to all tokens.
+        if positions is not None and positions.shape not in (x.shape[:2], (1, x.shape[1]), x.shape[1:2]):
+            raise ValueError(f"AttentionLayer: positions must be [B or 1, T] of x, got {list(positions.shape)}")
         q, k, v = self.project(x)
         # Keys are cached rotated, so positions must be known before the cache grows.
         if cache is not None and self.rope is not None and positions is None:
@@ -105,6 +114,7 @@ class AttentionLayer(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+        mask.check(x.shape[0], k.shape[2], x.device)
         y = self.attend(x, q, k, v, mask, impl)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

@@ -26,6 +26,8 @@ class Mask:
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible
 
     def __post_init__(self):
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"Mask: causal must be True or False, got {type(self.causal).__name__}")
         if self.window is not None:
             if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
                 raise ValueError(f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}")

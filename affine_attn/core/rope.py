@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from affine_attn.core.spec import is_number
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -29,11 +31,11 @@ class Rope:
     def __post_init__(self):
         if self.kind not in ("rope", "p_rope", "p_rope_top"):
             raise ValueError(f"Rope: kind must be 'rope', 'p_rope' or 'p_rope_top', got {self.kind!r}")
-        if not self.theta > 0:
-            raise ValueError(f"Rope: theta must be > 0, got {self.theta}")
-        if not 0 < self.p <= 1:
-            raise ValueError(f"Rope: p must be in (0, 1], got {self.p}")
-        if not isinstance(self.slowest, int | float) or not self.slowest >= 1:
+        if not (is_number(self.theta) and self.theta > 0):
+            raise ValueError(f"Rope: theta must be a number > 0, got {self.theta!r}")
+        if not (is_number(self.p) and 0 < self.p <= 1):
+            raise ValueError(f"Rope: p must be a number in (0, 1], got {self.p!r}")
+        if not (is_number(self.slowest) and self.slowest >= 1):
             raise ValueError(f"Rope: slowest must be at least 1 position per radian, got {self.slowest}")
 
     def frequencies(self, head_dim: int, device: torch.device | None = None) -> Tensor:

@@ -22,6 +22,11 @@ class Coefficients(NamedTuple):
     offset: Tensor | None
 
 
+def is_number(value: Any) -> bool:
+    """A finite one that JSON can write."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 _LOGITS: dict[str, "type[Logit]"] = {}
 
 
@@ -63,8 +68,8 @@ class ScaleInvariant(Logit):
     same_in_all_heads = True
 
     def __post_init__(self):
-        if not self.tau > 0:
-            raise ValueError(f"ScaleInvariant: tau must be > 0, got {self.tau}")
+        if not (is_number(self.tau) and self.tau > 0):
+            raise ValueError(f"ScaleInvariant: tau must be a number > 0, got {self.tau!r}")
 
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         # Keys ahead of the query are masked later; clamping keeps their factor, and so their gradient, finite.
@@ -151,10 +156,15 @@ class Affine:
             raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
         if self.length != "keys" and not (isinstance(self.length, int) and self.length >= 0):
             raise ValueError(f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"Affine: momentum must be in [0, 1), got {self.momentum}")
-        if not self.alpha_range > 0:
-            raise ValueError(f"Affine: alpha_range must be > 0, got {self.alpha_range}")
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise ValueError(f"Affine: momentum must be a number in [0, 1), got {self.momentum!r}")
+        if not (is_number(self.alpha_range) and self.alpha_range > 0):
+            raise ValueError(f"Affine: alpha_range must be a number > 0, got {self.alpha_range!r}")
+        if not is_number(self.start):
+            raise ValueError(f"Affine: start must be a finite number, got {self.start!r}")
+        for name in ("per_head", "beta"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Affine: {name} must be True or False, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ VARIANTS: dict[str, Variant] = {
 
 def variant(name: str) -> AttentionSpec:
     """The spec of a named variant, or of several put together: ``"scale_invariant+affine"`` has the stages of both."""
+    if not isinstance(name, str):
+        raise ValueError(f"variant: name must be a str, got {name!r}")
     stages: dict[str, Any] = {}
     for part in name.split("+"):
         spec = _named(part)

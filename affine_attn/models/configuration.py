@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope
 from affine_attn.core.spec import AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
@@ -44,6 +45,8 @@ class AffineAttnConfig(LlamaConfig):
             )
         if self.attention_dropout:
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
+        if (self.head_dim or 0) % 2:
+            raise ValueError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
         self.settle_layers()
 
     def settle_layers(self) -> None:
@@ -55,6 +58,8 @@ class AffineAttnConfig(LlamaConfig):
                     f"AffineAttnConfig: {name} has {len(value)} entries, num_hidden_layers is {self.num_hidden_layers}"
                 )
         specs = [self.spec(layer) for layer in range(self.num_hidden_layers)]
+        for layer in range(self.num_hidden_layers):
+            Mask(window=self.layer_window(layer))  # raises where it is none
         plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
         self.base_model_tp_plan = {name: style for name, style in plan.items() if style}
         if not self.qk_norm and any(isinstance(spec.logit, ScaleInvariant) for spec in specs):
@@ -69,6 +74,8 @@ class AffineAttnConfig(LlamaConfig):
             value = [as_spec(entry).to_dict() for entry in value]
         elif name == "attention":
             value = as_spec(value).to_dict()
+        elif name == "window" and isinstance(value, tuple):
+            value = list(value)
         super().__setattr__(name, value)
 
     def _stages_tp_plan(self, specs: list[AttentionSpec]) -> dict[str, str | None]:

@@ -112,12 +112,12 @@ def decoder_mask(
     """
     if isinstance(attention_mask, PreparedMask):
         return attention_mask
-    if attention_mask is not None and attention_mask.ndim != 2:
+    batch, queries = tokens.shape[:2]
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch):
         raise ValueError(
-            f"attention_mask must be 2-D [batch, tokens so far], got {list(attention_mask.shape)}; "
+            f"attention_mask must be 2-D [{batch}, tokens so far], got {list(attention_mask.shape)}; "
             "for packed sequences give position_ids that restart, or document_ids"
         )
-    batch, queries = tokens.shape[:2]
     seen = 0 if cache is None else cache.get_query_offset(0)
     slots, dropped = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     empty = not isinstance(seen, Tensor) and seen == 0
