@@ -196,6 +196,10 @@ BAD: dict[str, tuple[Callable, str]] = {
     "layer_mask_none": (lambda: LAYER(X, None), r"mask must be a Mask, got NoneType"),
     "layer_mask_tensor": (lambda: LAYER(X, torch.ones(T, T)), r"mask must be a Mask, got Tensor"),
     "layer_padding": (lambda: LAYER(X, Mask(padding=torch.ones(B, 4).bool())), r"padding must have shape \[2, 5\]"),
+    "layer_lengths_as_padding": (
+        lambda: LAYER(X, Mask(lengths=torch.tensor([T, 3]))),
+        r"mask.lengths counts filled slots of a cache; without one give mask.padding",
+    ),
     "layer_one_position": (
         lambda: LAYER(X, positions=torch.zeros(B, 1).long()),
         r"positions must be \[B or 1, T\] of x, got \[2, 1\]",

@@ -131,6 +131,8 @@ def test_what_does_not_fit_is_refused():
         convert(original("llama"), "sink", start_as_softmax=True)
     with pytest.raises(ValueError, match="only softmax attention exists in plain models"):
         export(tiny_model("affine"))
+    with pytest.raises(ValueError, match="plain models have no rope_type 'nope'"):
+        export(tiny_model("softmax", rope_parameters={"rope_type": "nope"}))
     with pytest.raises(ValueError, match=r"self_attn.alpha.alpha_ma of the source has no place in the target, and so"):
         convert(tiny_model("affine"), "softmax")
     strange = original("llama")

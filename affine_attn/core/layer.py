@@ -104,12 +104,16 @@ class AttentionLayer(nn.Module):
         if positions is not None and positions.shape not in (x.shape[:2], (1, x.shape[1]), x.shape[1:2]):
             raise ValueError(f"AttentionLayer: positions must be [B or 1, T] of x, got {list(positions.shape)}")
         q, k, v = self.project(x)
+        if cache is None and mask.lengths is not None:
+            raise ValueError(
+                "AttentionLayer: mask.lengths counts filled slots of a cache; without one give mask.padding"
+            )
         # Keys are cached rotated, so positions must be known before the cache grows.
         if cache is not None and self.rope is not None and positions is None:
             raise ValueError("AttentionLayer: positions must be given together with a cache")
         if self.rope is not None:
             if positions is None:
-                positions = mask.positions(x.shape[1], x.shape[1], x.device)
+                positions = torch.arange(x.shape[1], device=x.device)[None]
             cos, sin = self.rope.table(positions, self.head_dim)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:

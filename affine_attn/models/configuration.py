@@ -17,6 +17,8 @@ from affine_attn.core.spec import AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
 from affine_attn.models.interface import NAME
 
+OWN_ROPE_TYPES = ("p_rope", "p_rope_top", "nope")
+
 
 class AffineAttnConfig(LlamaConfig):
     """A Llama-like decoder with any attention of the family.
@@ -163,4 +165,4 @@ def _frequencies(config: LlamaConfig, device=None, **_) -> tuple[Tensor, float]:
     return Rope(kind=kind, theta=settings["rope_theta"], **further).frequencies(head_dim, device), 1.0
 
 
-ROPE_INIT_FUNCTIONS.update(dict.fromkeys(("p_rope", "p_rope_top", "nope"), _frequencies))
+ROPE_INIT_FUNCTIONS.update(dict.fromkeys(OWN_ROPE_TYPES, _frequencies))

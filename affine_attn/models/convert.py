@@ -23,7 +23,7 @@ from transformers import (
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.models.configuration import AffineAttnConfig, as_spec
+from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 
 MODEL = "model"  # where the folder of a run has its model
@@ -85,6 +85,9 @@ def export(model: AffineAttnForCausalLM) -> PreTrainedModel:
     specs = {config.spec(layer) for layer in range(config.num_hidden_layers)}
     if specs != {AttentionSpec()}:
         raise ValueError(f"export: only softmax attention exists in plain models, got {sorted(map(str, specs))}")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if kind in OWN_ROPE_TYPES:
+        raise ValueError(f"export: plain models have no rope_type {kind!r}; transformers alone could not load this one")
     target = AutoModelForCausalLM.from_config(_plain_config(config), dtype=model.dtype).to(model.device)
     _fill(target, model, new=[])
     return target
