@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers.distributed import DistributedConfig
 
-from affine_attn import VARIANTS, commit_alpha
+from affine_attn import VARIANTS, commit_alpha, track_alpha
 from affine_attn.models import AffineAttnForCausalLM
 from tests.hf import left_padded, tiny_model
 
@@ -97,3 +97,20 @@ def test_lora_trains_projections_and_gate():
         adapted.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, do_sample=False),
         tiny_model("affine_gated").generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False),
     )
+
+
+def test_an_adapter_that_keeps_alpha_is_the_model_that_was_trained(tmp_path):
+    peft = pytest.importorskip("peft")
+    tokens, _ = left_padded()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["alpha"])
+    adapted = peft.get_peft_model(tiny_model("affine"), config).train()
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    track_alpha(adapted, optimizer)
+    adapted(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny_model("affine"), tmp_path)
+    logits = adapted.eval()(tokens).logits
+    assert not torch.equal(logits, tiny_model("affine")(tokens).logits)
+    torch.testing.assert_close(loaded(tokens).logits, logits)
+    torch.testing.assert_close(loaded.merge_and_unload()(tokens).logits, logits)
