@@ -1,5 +1,6 @@
 """The Hugging Face model: same numbers as transformers' own, masks that arrive, weights that survive."""
 
+import copy
 import json
 import warnings
 
@@ -315,6 +316,7 @@ def test_scale_invariant_attention_without_norms_warns():
         ({"rope_type": "p_rope", "slowest": 64.0}, Rope("p_rope", slowest=64.0)),
         ({"rope_type": "p_rope_top", "rope_theta": 500.0, "p": 0.5}, Rope("p_rope_top", 500.0, 0.5)),
         ({"rope_type": "nope"}, None),
+        ({"rope_type": "default"}, Rope()),
     ],
 )
 def test_rope_types(changes, rope, tmp_path):
@@ -322,8 +324,14 @@ def test_rope_types(changes, rope, tmp_path):
     model.save_pretrained(tmp_path)
     again = AffineAttnForCausalLM.from_pretrained(tmp_path)
     expected = torch.zeros(4) if rope is None else rope.frequencies(8)
-    for made in (model, again):
-        assert torch.equal(made.model.rotary_emb.inv_freq, expected)
+    in_bfloat16 = (
+        AffineAttnForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
+        copy.deepcopy(model).to(torch.bfloat16),
+    )
+    assert {made.dtype for made in in_bfloat16} == {torch.bfloat16}
+    for made in (model, again, *in_bfloat16):
+        torch.testing.assert_close(made.model.rotary_emb.inv_freq, expected, rtol=1e-6, atol=0)
     tokens, _ = left_padded(padded=0)
     shifted = again(tokens, position_ids=torch.arange(10)[None] + 5).logits
     torch.testing.assert_close(shifted, model(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -43,8 +43,9 @@ class Rope:
         pairs = head_dim // 2
         if self.kind == "p_rope":
             rotated = pairs // 2
-            fast = (1.0 / self.slowest) ** torch.linspace(0, 1, rotated, device=device)
-            return torch.cat((fast, torch.zeros(pairs - rotated, device=device)))
+            # Not the default type: transformers sets that of the weights while it builds a model.
+            fast = (1.0 / self.slowest) ** torch.linspace(0, 1, rotated, dtype=torch.float32, device=device)
+            return torch.cat((fast, fast.new_zeros(pairs - rotated)))
         k = torch.arange(pairs, device=device, dtype=torch.float32)
         frequencies = self.theta ** (-2 * k / head_dim)
         rotated = pairs if self.kind == "rope" else round(self.p * pairs)

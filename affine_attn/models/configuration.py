@@ -160,7 +160,7 @@ def _frequencies(config: LlamaConfig, device=None, **_) -> tuple[Tensor, float]:
     settings: dict[str, Any] = dict(config.rope_parameters or {})
     head_dim, kind = config.head_dim or 0, settings["rope_type"]
     if kind == "nope":
-        return torch.zeros(head_dim // 2, device=device), 1.0
+        return torch.zeros(head_dim // 2, dtype=torch.float32, device=device), 1.0
     further = {name: settings[name] for name in ("p", "slowest") if name in settings}
     return Rope(kind=kind, theta=settings["rope_theta"], **further).frequencies(head_dim, device), 1.0
 

@@ -94,6 +94,18 @@ class AffineAttnDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
+class AffineAttnRotaryEmbedding(LlamaRotaryEmbedding):
+    def _apply(self, fn, recurse=True):
+        """.to(bfloat16) must not round the frequencies: far tokens would turn by radians less, or more, until the model
+        is saved, without them, and loaded."""
+        exact = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, frequencies in exact.items():
+            if (made := getattr(self, name)).dtype != frequencies.dtype:
+                setattr(self, name, frequencies.to(made.device))
+        return self
+
+
 class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
     config: AffineAttnConfig
     config_class = AffineAttnConfig
@@ -157,7 +169,7 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(AffineAttnDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = AffineAttnRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
