@@ -247,3 +247,15 @@ def test_the_tolerance_rule_accepts_the_same_maths_done_right():
         return torch.sigmoid(torch.logsumexp(s, -1) - sink[:, None])[..., None] * (s.softmax(-1) @ v)
 
     assert all(_deviations_by_name(right, torch.linspace(2, 4, 4), torch.float32).values())
+
+
+def test_gradients_of_single_samples_by_torch_func():
+    q, k, v = torch.randn(3, 1, 4, 6, 8), torch.randn(3, 1, 2, 6, 8), torch.randn(3, 1, 2, 6, 8)
+
+    def loss(q, k, v):
+        return attention(q, k, v, Mask(window=3), sink=0.5, impl="reference").square().sum()
+
+    together = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(sum(loss(*sample) for sample in zip(*leaves, strict=True)), leaves)
+    torch.testing.assert_close(together, expected)

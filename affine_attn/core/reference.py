@@ -45,10 +45,16 @@ def run_with_weights(call: Call, matmul: torch.dtype | None = None) -> tuple[Ten
 class _Poison(torch.autograd.Function):
     """NaN where a row sees a bad entry; a loss that reads one of these gets NaN gradients, any other none of them."""
 
+    # So that torch.func takes it, for gradients of single samples say.
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, y: Tensor, poisoned: Tensor) -> Tensor:
-        ctx.save_for_backward(poisoned)
+    def forward(y: Tensor, poisoned: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return y.masked_fill(poisoned, float("nan"))
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     # torch declares *grad_outputs and documents naming them, as here.
     @staticmethod
