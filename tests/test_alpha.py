@@ -169,6 +169,18 @@ def test_evaluation_between_two_steps_leaves_no_trace():
     torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x))
 
 
+def test_a_model_told_again_where_it_is_goes_on():
+    """As evaluation does, under inference_mode, between two micro-batches or two steps."""
+    gate, x = _gate(), torch.randn(2, 2, 3, DIM)
+    optimizer = _tracked_sgd(gate)
+    gate(x[0]).sum().backward()
+    with torch.inference_mode():
+        gate.to("cpu")
+    gate(x[1]).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x.flatten(0, 1)))
+
+
 def test_tracking_twice_commits_once(monkeypatch):
     commits = []
     monkeypatch.setattr(alpha_module, "commit_alpha", lambda *args: commits.append(args))
@@ -406,7 +418,7 @@ def _rank(rank: int, folder: str) -> None:
 def test_two_ranks_agree_with_one_process_on_the_whole_batch(tmp_path):
     """Each rank sees other data; DDP broadcasts buffers from rank 0 by default, which must not lose rank 1's part."""
     # Forked, because a fresh interpreter spends ten times the test's own time on importing torch.
-    mp.start_processes(_rank, args=(str(tmp_path),), nprocs=RANKS, start_method="fork")
+    mp.start_processes(_rank, args=(str(tmp_path),), nprocs=RANKS, start_method="spawn")
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(RANKS)]
     expected = _train(_small_model(), _data())
     assert not torch.allclose(_train(_small_model(), _data()[:, :2]), expected)  # rank 0's data alone differs

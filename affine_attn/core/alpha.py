@@ -153,8 +153,7 @@ class AlphaGate(nn.Module):
             # .to(bfloat16) must neither round the average nor change its type.
             device = self.alpha_ma.device
             self.alpha_ma = average.to(device) if not average.is_meta else self.alpha_ma.float()
-        self._sum = torch.zeros_like(self.alpha_ma)
-        self._count = torch.zeros_like(self.alpha_ma)
+        self._place_sums(self.alpha_ma.device)
         return self
 
 
