@@ -60,8 +60,10 @@ def _tile(p_order, most, n):
 
 
 @gluon.jit
-def _key_blocks(row0, T, GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    return gl.cdiv(gl.minimum(row0 + GROUPS * M, T), N)
+def _place(tile, H, T, blocks, GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """Of a tile: batch entry, head, first row, and how many blocks of keys its rows see."""
+    head, row0 = tile // blocks, tile % blocks * (GROUPS * M)
+    return head // H, head % H, row0, gl.cdiv(gl.minimum(row0 + GROUPS * M, T), N)
 
 
 @gluon.jit
@@ -79,10 +81,7 @@ def _load(
     tile = _tile(p_order, most, 0)
     for n in range(gl.load(p_tiles + gl.program_id(0))):
         upcoming = _tile(p_order, most, n + 1)
-        head, block = tile // blocks, tile % blocks
-        b, h = head // H, head % H
-        row0 = block * (GROUPS * M)
-        count = _key_blocks(row0, T, GROUPS, M, N)
+        b, h, row0, count = _place(tile, H, T, blocks, GROUPS, M, N)
         for j in range(count):
             n0 = (count - 1 - j) * N
             slot = i % STAGES
@@ -203,11 +202,8 @@ def _attend(
     tile = _tile(p_order, most, 0)
     for n in range(gl.load(p_tiles + gl.program_id(0))):
         upcoming = _tile(p_order, most, n + 1)
-        head, block = tile // blocks, tile % blocks
-        b, h = head // H, head % H
-        row0 = block * (GROUPS * M)
-        first_row = row0 + group * M
-        count = _key_blocks(row0, T, GROUPS, M, N)
+        b, h, row0, count = _place(tile, H, T, blocks, GROUPS, M, N)
+        head, first_row = b * H + h, row0 + group * M
         diagonal = (count - 1) * N
         o_row = first_row + gl.arange(0, M, S_ROWS)
         mbarrier.wait(q_full.index(group), n & 1)
