@@ -81,12 +81,12 @@ class Order(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def order(form: Form, heads: int, length: int, programs: int, device: torch.device) -> Order:
     """Tiles of ``heads`` at a time, the longest first, each to the program that is free first."""
-    blocks = _ceil(length, form.groups * form.rows)
+    blocks = fused._ceil(length, form.groups * form.rows)
     lists: list[list[int]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     for first in range(0, heads, form.heads):
         for block in reversed(range(blocks)):
-            keys = _ceil(min((block + 1) * form.groups * form.rows, length), form.keys)
+            keys = fused._ceil(min((block + 1) * form.groups * form.rows, length), form.keys)
             for head in range(first, min(first + form.heads, heads)):
                 until, program = busy[0]
                 lists[program].append(head * blocks + block)
@@ -95,10 +95,6 @@ def order(form: Form, heads: int, length: int, programs: int, device: torch.devi
     padded = [tiles + [0] * (most - len(tiles)) for tiles in lists]
     options: dict[str, Any] = {"dtype": torch.int32, "device": device}
     return Order(torch.tensor(padded, **options), torch.tensor([len(tiles) for tiles in lists], **options))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -124,7 +120,7 @@ def forward(call: Call, form: Form) -> Output:
     forward_kernel[(programs,)](
         _descriptor(q, form.rows), _descriptor(k, form.keys), _descriptor(v, form.keys), _descriptor(o, form.rows),
         _descriptor(y, form.rows), lse, fused._rows(call.alpha), fused._rows(call.beta), sums, before, tiles, counts,
-        tiles.shape[1], heads, heads // k.shape[1], length, _ceil(length, form.groups * form.rows),
+        tiles.shape[1], heads, heads // k.shape[1], length, fused._ceil(length, form.groups * form.rows),
         call.scale * math.log2(math.e), plan.key_segments, plan.blocks, plan.block_segments,
         D=head_dim, AFFINE=is_affine, BLOCKS=1 << plan.blocks.bit_length(), SEGMENT=plan.tile.segment,
         SAVED=plan.tile.tokens, **form.constants(), num_warps=4,
@@ -175,6 +171,8 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS, help="each takes seconds to compile")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if unknown := set(options.shapes) - set(shapes):
+        parser.error(f"no shape {', '.join(sorted(unknown))} with a head_dim of 64; there are {', '.join(shapes)}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
     for name in options.shapes:

@@ -103,7 +103,6 @@ class AttentionLayer(nn.Module):
         # A single position would be broadcast to all tokens.
         if positions is not None and positions.shape not in (x.shape[:2], (1, x.shape[1]), x.shape[1:2]):
             raise ValueError(f"AttentionLayer: positions must be [B or 1, T] of x, got {list(positions.shape)}")
-        q, k, v = self.project(x)
         if cache is None and mask.lengths is not None:
             raise ValueError(
                 "AttentionLayer: mask.lengths counts filled slots of a cache; without one give mask.padding"
@@ -111,6 +110,7 @@ class AttentionLayer(nn.Module):
         # Keys are cached rotated, so positions must be known before the cache grows.
         if cache is not None and self.rope is not None and positions is None:
             raise ValueError("AttentionLayer: positions must be given together with a cache")
+        q, k, v = self.project(x)
         if self.rope is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -118,6 +118,7 @@ class AttentionLayer(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+        # Before alpha counts the tokens that it leaves visible; attention would say so too late.
         mask.check(x.shape[0], k.shape[2], x.device)
         y = self.attend(x, q, k, v, mask, impl)
         return self.o_proj(y.transpose(1, 2).flatten(2))
