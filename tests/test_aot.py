@@ -17,14 +17,13 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
-from affine_attn.core import fused, visible_sums  # noqa: E402
+from affine_attn.core import fused, hopper, visible_sums  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
 from affine_attn.core.engines import decode  # noqa: E402
 from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
-from affine_attn.core.kernels import distance_backward, distance_forward, epilogue  # noqa: E402
+from affine_attn.core.kernels import distance_backward, distance_forward, epilogue, hopper_forward  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
-from benchmarks import hopper_forward, hopper_kernel  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -235,53 +234,53 @@ def test_visible_sums_compile_within_limits(transposed, restricted, target, tmp_
         _check(build, target, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["plain", "polynomial-turns", "three-groups"])
-def test_a_forward_of_our_own_overlaps_products_and_exponentials(name, tmp_path):
-    """The kernel that benchmarks/hopper_forward.py times: there is no interpreter for it, and no GPU here."""
-    form = hopper_forward.FORMS[name]
-    for is_affine in (False, True)[: 1 + form.has_sums]:
-        compiled = _compile_gluon(form, is_affine)
-        assert compiled.metadata.shared <= SHARED_LIMIT[90]
-        assert _stack(compiled, tmp_path) <= 8
-        code = _tool("--dump-sass", tmp_path / "kernel.cubin")
-        # Products of a step are one batch each, scores and sums: ptxas puts a wait behind every one that it serialises.
-        events = re.findall(r"HGMMA|WARPGROUP.DEPBAR.LE gsb0, 0x\d|MUFU.EX2|STL|LDL", code)
-        waits = [i for i, event in enumerate(events) if "DEPBAR" in event]
-        assert len(waits) < events.count("HGMMA") / 2
-        # Between the wait for the scores and that for the sums, which leaves none on its way: exponentials, no spills.
-        scores = [i for i in waits if events[i].endswith("1")]
-        assert len(scores) >= form.groups
-        for i in scores:
-            assert set(events[i + 1 : waits[waits.index(i) + 1]]) == {"MUFU.EX2"}
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("sink", "is_affine"), [(1, False), (2, False), (0, True), (2, True)])
+def test_the_forward_in_one_kernel_overlaps_products_and_exponentials(sink, is_affine, dtype, tmp_path):
+    """Gluon has no interpreter: what can be seen without a GPU is the machine code."""
+    compiled = _compile_gluon(sink, is_affine, dtype)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    assert _stack(compiled, tmp_path) <= 32
+    code = _tool("--dump-sass", tmp_path / "kernel.cubin")
+    # Products of a step are one batch each, scores and sums: ptxas puts a wait behind every one that it serialises.
+    events = re.findall(r"HGMMA|WARPGROUP.DEPBAR.LE gsb0, 0x\d|MUFU.EX2|STL|LDL", code)
+    waits = [i for i, event in enumerate(events) if "DEPBAR" in event]
+    assert len(waits) < events.count("HGMMA") / 2
+    # Between the wait for the scores and that for the sums, which leaves none on its way: exponentials, no spills.
+    scores = [i for i in waits if events[i].endswith("1")]
+    assert len(scores) >= 2
+    for i in scores:
+        beside = events[i + 1 : waits[waits.index(i) + 1]]
+        assert set(beside) == {"MUFU.EX2"}
+        assert len(beside) >= hopper.ROWS // 8
 
 
 def test_programs_of_that_forward_share_its_tiles_evenly():
-    for form, heads, length in product(
-        (hopper_forward.Form(), hopper_forward.FORMS["three-groups"]), (1, 40), (100, 2048)
-    ):
-        tiles, counts = hopper_forward.order(form, heads, length, 7, torch.device("cpu"))
+    for batch, heads, length in product((1, 3), (2, 40), (100, 2048)):
+        tiles, counts = hopper.order(batch, heads, heads // 2, length, 7, torch.device("cpu"))
         lists = [row[:n] for row, n in zip(tiles.tolist(), counts.tolist(), strict=True)]
-        rows = form.groups * form.rows
-        blocks = -(-length // rows)
-        assert sorted(tile for row in lists for tile in row) == list(range(heads * blocks))
+        firsts = range(0, length, hopper.ROWS)
+        every = [[b, h, h // 2, first] for b in range(batch) for h in range(heads) for first in firsts]
+        assert sorted(tile for row in lists for tile in row) == every
         assert tiles.shape[1] > counts.max()  # each looks one further
-        if heads > 1:
-            work = [sum(-(-min((tile % blocks + 1) * rows, length) // form.keys) for tile in row) for row in lists]
+        if heads == 40:
+            work = [sum(first // hopper.ROWS + 1 for *_, first in row) for row in lists]
             assert max(work) <= 1.1 * sum(work) / len(work)
 
 
-def _compile_gluon(form, is_affine: bool):
-    head_dim = 64
-
+def _compile_gluon(sink: int, is_affine: bool, dtype: str):
     def descriptor(rows: int) -> str:
-        block = [1, 1, rows, head_dim]
-        return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+        block, kind = [1, 1, rows, hopper.HEAD_DIM], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+        return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, kind)!r}>"
 
-    constants = form.constants() | {"D": head_dim, "AFFINE": is_affine, "BLOCKS": 16, "SEGMENT": 64, "SAVED": 16}
-    types = dict.fromkeys(("d_q", "d_o", "d_y"), descriptor(form.rows)) | {"factor": "fp32"}
-    types |= dict.fromkeys(("d_k", "d_v"), descriptor(form.keys)) | dict.fromkeys(("p_order", "p_tiles"), "*i32")
-    names = hopper_kernel.forward_kernel.arg_names
-    rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in names}
-    signature = rest | types | dict.fromkeys(constants, "constexpr")
-    source = GluonASTSource(hopper_kernel.forward_kernel, signature, constants)
+    constants = {"N": hopper.ROWS, "D": hopper.HEAD_DIM, "SINK": sink, "AFFINE": is_affine, "SAVED": 16}
+    types = dict.fromkeys(("d_q", "d_o", "d_y"), descriptor(hopper.ROWS // 2))
+    types |= dict.fromkeys(("d_k", "d_v"), descriptor(hopper.ROWS)) | dict.fromkeys(("p_order", "p_tiles"), "*i32")
+    types |= dict.fromkeys(("factor", "constant_sink"), "fp32")
+    rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in hopper_forward.forward_kernel.arg_names}
+    absent = [*(["p_alpha", "p_beta"] if not is_affine else []), *(["p_sink"] if sink != 2 else [])]
+    constants |= dict.fromkeys(absent)
+    source = GluonASTSource(
+        hopper_forward.forward_kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

@@ -1,9 +1,12 @@
 """Every engine, every case: y and every gradient within the tolerance rule of the float64 reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from affine_attn import attention, attention_stats
+from affine_attn.core import hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
@@ -153,6 +156,33 @@ def test_row_factors_of_either_sign_on_cuda(name, mask, shape):
     before = dy.clone()
     attention(**leaves, mask=visible, impl="auto").backward(dy)
     assert torch.equal(dy, before)
+
+
+# Tiles of 128 rows in two halves: cut short, whole, several to a program.
+ONE_KERNEL = [Shape(2, 6, 2, n, n, 64) for n in (1, 2, 63, 65, 128, 129, 300)] + [
+    Shape(1, 4, 4, 1100, 1100, 64),
+    Shape(3, 40, 8, 777, 777, 64),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ONE_KERNEL, ids=str)
+@pytest.mark.parametrize("name", ["off_by_one", "sink", "affine", "sink+affine", "logn+affine"])
+def test_the_forward_in_one_kernel(name, shape, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for compute capability 9.0")
+    plain = SPECS["affine"]
+    spec = {"sink+affine": replace(plain, sink="learned"), "logn+affine": replace(plain, logit=SPECS["logn"].logit)}
+    inputs = random_inputs(spec.get(name) or SPECS[name], shape, dtype, "cuda")
+    if "alpha" in inputs:
+        inputs["alpha"] = inputs["alpha"] - 0.5
+    in_models = {x: t.transpose(1, 2).contiguous().transpose(1, 2) for x, t in inputs.items() if x in ("q", "k", "v")}
+    large = {"sink": inputs["sink"] + 200} if isinstance(inputs.get("sink"), torch.Tensor) else {}
+    for changed in (inputs, inputs | in_models, inputs | large):
+        assert hopper.why_not(checked_call(**changed)) is None
+        assert not [d for d in deviations("sdpa", changed) if not d.within]
+        assert torch.equal(attention(**changed, impl="sdpa"), attention(**changed, impl="sdpa"))
 
 
 FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]

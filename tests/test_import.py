@@ -20,7 +20,7 @@ LAYERS = [
     {"core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},
-    {"core.epilogue", "core.fused", "core.quarantine"},
+    {"core.epilogue", "core.fused", "core.hopper", "core.quarantine"},
     {"core.engines"},
     {"core.dispatch"},
     {"core.alpha", "core.layer", "core.stats", "core.accuracy"},

@@ -4,7 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from affine_attn.core import fused, reference
+from affine_attn.core import fused, hopper, reference
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
 from affine_attn.core.masks import Mask
@@ -79,6 +79,8 @@ def _epilogue_note(name: str, call: Call) -> str:
     """Where the stages after the attention run, for the engines that have them apart."""
     if name not in ("sdpa", "triton"):
         return ""
+    if name == "sdpa" and hopper.why_not(call) is None:
+        return "; its forward is one kernel of our own with that epilogue"
     reason = fused.why_not(call)
     return "; fused kernels after it" if reason is None else f"; torch operations after it, since {reason}"
 

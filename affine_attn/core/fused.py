@@ -130,11 +130,11 @@ class _Plan(NamedTuple):
     @property
     def block_segments(self) -> int:
         """Segments of a block."""
-        return max(_BLOCK // self.tile.segment, _ceil(self.key_segments, _BLOCKS))
+        return max(_BLOCK // self.tile.segment, ceil(self.key_segments, _BLOCKS))
 
     @property
     def blocks(self) -> int:
-        return _ceil(self.key_segments, self.block_segments)
+        return ceil(self.key_segments, self.block_segments)
 
     def walkers(self, call: Call) -> int:
         """Heads that walk: those of k, each with its group, or without sums those of q."""
@@ -161,14 +161,14 @@ def _plan(call: Call) -> _Plan:
         tile = tile._replace(tokens=2 * tile.tokens)
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
-    n_older = max(0, _ceil(older, tile.segment))
+    n_older = max(0, ceil(older, tile.segment))
     return _Plan(
-        tile, sums, d, _ceil(call.tq, tile.tokens), _ceil(call.tq, tile.segment),
-        n_older + _ceil(covered, tile.segment), older, n_older,
+        tile, sums, d, ceil(call.tq, tile.tokens), ceil(call.tq, tile.segment),
+        n_older + ceil(covered, tile.segment), older, n_older,
     )  # fmt: skip
 
 
-def _ceil(a: int, b: int) -> int:
+def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
@@ -190,14 +190,14 @@ def finish(call: Call, attention: PlainAttention) -> Output:
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
     before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
-    alpha, beta, gate = _rows(call.alpha), _rows(call.beta), call.gate
+    alpha, beta, gate = contiguous_rows(call.alpha), contiguous_rows(call.beta), call.gate
     walkers = plan.walkers(call)
     _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), call.q.shape[0] * walkers)](
         o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
-        *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *_sink_strides(sink),
+        *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *sink_strides(sink),
         walkers, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
         constant,
-        SINK=_sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
+        SINK=sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
         BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call, plan.tile.columns),
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, before)
@@ -231,7 +231,7 @@ class _RowGradients:
         self.call, self.dy, self.o, self.output = call, dy, o, output
         self.plan = plan = _plan(call)
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
-        self.alpha, self.beta = _rows(call.alpha), _rows(call.beta)
+        self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
         gate = call.gate if _gate_kind(call.gate) == _ELEMENTWISE else None
         # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
         is_light = gate is None and sum(x is not None for x in (sink, call.beta, call.gate)) == 1
@@ -260,9 +260,9 @@ class _RowGradients:
             self.sink, self.alpha, self.beta, call.gate,
             dsink, dalpha, dbeta, dgate if self.dgate is None else self.dgate, self.do, self.weighted, self.totals,
             *_strides(self.dy), *_strides(self.o), *_strides(call.v), *_strides(call.gate), *_strides(self.dgate),
-            *_strides(self.do), *_sink_strides(self.sink), self.dy[..., 0].numel(),
+            *_strides(self.do), *sink_strides(self.sink), self.dy[..., 0].numel(),
             walkers, call.tq, plan.tiles, plan.older, plan.query_segments,
-            SINK=_sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=_gate_kind(call.gate),
+            SINK=sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=_gate_kind(call.gate),
             **plan.constants(call, self.columns),
         )  # fmt: skip
         if self.totals is not None:
@@ -283,7 +283,7 @@ class _RowGradients:
         if plan.sums == _RUNNING:
             # Does both: a launch less.
             tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
-            _kernels().add_seen_by_kernel[(_ceil(call.tq, tokens), batch * kv_heads)](
+            _kernels().add_seen_by_kernel[(ceil(call.tq, tokens), batch * kv_heads)](
                 dv, self.weighted, self.totals, self.dy, self.alpha, gate, *_strides(dv), *_strides(self.dy),
                 *_strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
                 HAS_ALPHA=is_negated and self.alpha is not None, HAS_GATE=is_negated and gate is not None,
@@ -312,11 +312,11 @@ class _RowGradients:
 
 def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
     """Negate in place the rows of dy with a negative factor; twice is never."""
-    alpha, gate = _rows(call.alpha), call.gate
+    alpha, gate = contiguous_rows(call.alpha), call.gate
     if alpha is None and gate is None:
         return
     batch, heads, queries, head_dim = dy.shape
-    _kernels().negate_rows_kernel[(_ceil(queries, _ROWS), batch * heads)](
+    _kernels().negate_rows_kernel[(ceil(queries, _ROWS), batch * heads)](
         dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
         HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
         HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
@@ -350,6 +350,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def saved_tokens(call: Call) -> int:
+    """How many tokens lie between two sums of values that :func:`finish` saves under a causal mask."""
+    return _plan(call).tile.tokens
+
+
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves: the sum of the values before each tile, or u itself."""
     plan = _plan(call)
@@ -377,7 +382,7 @@ def _sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
     )  # fmt: skip
 
 
-def _sink_kind(sink: Tensor | float | None) -> int:
+def sink_kind(sink: Tensor | float | None) -> int:
     return 0 if sink is None else 1 if isinstance(sink, float) else 2
 
 
@@ -389,11 +394,11 @@ def _strides(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def _sink_strides(sink: Tensor | None) -> tuple[int, int, int]:
+def sink_strides(sink: Tensor | None) -> tuple[int, int, int]:
     return _strides(sink) if sink is None or sink.ndim == 3 else (0, sink.stride(0), 0)
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
+def contiguous_rows(x: Tensor | None) -> Tensor | None:
     """alpha and beta are small; the kernels read them as contiguous rows."""
     return None if x is None else x.contiguous()
 

@@ -23,10 +23,22 @@ Attention = Callable[[Call], tuple[Tensor, Tensor]]
 EngineBackward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def compose(name: str, attend: Attention, attend_backward: EngineBackward, look_on: tuple[str, ...]):
-    """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for."""
+def compose(
+    name: str,
+    attend: Attention,
+    attend_backward: EngineBackward,
+    look_on: tuple[str, ...],
+    at_once: ModuleType | None = None,
+):
+    """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for.
+
+    ``at_once`` has a forward that does all stages, for the calls that its ``why_not`` lets through.
+    """
 
     def forward(call: Call) -> Output:
+        if at_once is not None and at_once.why_not(call) is None:
+            return at_once.forward(row_scaled(call))
+
         def attention() -> tuple[Tensor, Tensor]:
             o, z = attend(row_scaled(call))
             return _like_q(o, call), z.contiguous()

@@ -1,0 +1,125 @@
+"""Launches the forward of our own for Hopper: attention, sink, alpha and beta in one kernel.
+
+What it returns is what :func:`fused.finish` would, so the backward is the same. Timed beside the stock kernel with its
+epilogue by benchmarks/hopper_forward.py.
+"""
+
+import functools
+import heapq
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from affine_attn.core import fused
+from affine_attn.core.call import Call
+from affine_attn.core.ops import Output
+
+HEAD_DIM = 64
+# Rows of a tile, and keys at a time.
+ROWS = 128
+# Heads whose tiles come before those of any other: their keys and values stay in the cache.
+_HEADS = 32
+# Tokens up to which summing the values again for every tile costs less than a pass over the output (LOG.md).
+_LONGEST = 16384
+# Of a tile's own cost, in blocks of keys: its first products, its epilogue.
+_TILE_COST = 1.5
+
+
+def why_not(call: Call) -> str | None:
+    """Why this kernel cannot serve the call, or why it would gain nothing; None where it runs."""
+    if (reason := fused.why_not(call)) is not None:
+        return reason
+    if call.q.device.type != "cuda" or torch.version.hip is not None or _capability(call.q.device) != (9, 0):
+        return "the forward in one kernel is for GPUs of compute capability 9.0"
+    if call.q.dtype == torch.float32 or call.q.shape[-1] != HEAD_DIM:
+        return f"the forward in one kernel takes 16-bit inputs with a head_dim of {HEAD_DIM}"
+    if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
+        return "the forward in one kernel has a causal mask alone, and as many keys as queries"
+    if call.gate is not None or (call.alpha is None) != (call.beta is None):
+        return "the forward in one kernel has no gates, and alpha only together with beta"
+    if call.alpha is None and call.sink is None:
+        return "there is nothing to do after the attention"
+    if call.alpha is not None and call.tk > _LONGEST:
+        return f"beyond {_LONGEST} tokens a pass over the output costs less than sums of values in every tile"
+    if call.scale <= 0:
+        return "the forward in one kernel takes the largest product for the largest score"
+    for x in (call.q, call.k, call.v):
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
+            return "the forward in one kernel reads rows that begin at multiples of 16 bytes"
+    return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Asked on every call, so looked up once."""
+    return torch.cuda.get_device_capability(device)
+
+
+class Order(NamedTuple):
+    tiles: Tensor  # int32 [programs, most, 4]: batch entry, head, head of k and v, first row; a last one is never used
+    counts: Tensor  # int32 [programs]
+
+
+@functools.lru_cache(maxsize=32)
+def order(batch: int, heads: int, kv_heads: int, length: int, programs: int, device: torch.device) -> Order:
+    """Tiles of some heads at a time, the longest first, each to the program that is free first."""
+    blocks = fused.ceil(length, ROWS)
+    lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
+    busy = [(0.0, program) for program in range(programs)]
+    places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
+    for first in range(0, len(places), _HEADS):
+        for block in reversed(range(blocks)):
+            for place in places[first : first + _HEADS]:
+                until, program = busy[0]
+                lists[program].append((*place, block * ROWS))
+                heapq.heapreplace(busy, (until + block + 1 + _TILE_COST, program))
+    most = max(map(len, lists)) + 1
+    padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return Order(torch.tensor(padded, **options), torch.tensor([len(tiles) for tiles in lists], **options))
+
+
+def forward(call: Call) -> Output:
+    """Stages 1 to 4 at once; see :func:`why_not`."""
+    q, k, v = call.q, call.k, call.v
+    batch, heads, length, head_dim = q.shape
+    is_affine = call.alpha is not None
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    y, before = torch.empty_like(q) if is_affine else o, fused.fake_sums(call)
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    tiles, counts = order(batch, heads, k.shape[1], length, programs, q.device)
+    sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
+    alpha, beta = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta)
+    half = ROWS // 2
+    _kernel()[(programs,)](
+        _descriptor(q, half), _descriptor(k, ROWS), _descriptor(v, ROWS), _descriptor(o, half), _descriptor(y, half),
+        lse, sink, alpha, beta, before, tiles, counts, tiles.shape[1], heads, k.shape[1], length,
+        call.scale * math.log2(math.e), constant, *fused.sink_strides(sink),
+        N=ROWS, D=head_dim, SINK=fused.sink_kind(call.sink), AFFINE=is_affine, SAVED=fused.saved_tokens(call),
+        num_warps=4,
+    )  # fmt: skip
+    return Output(y, o if is_affine else o.new_empty(0), lse, before)
+
+
+def _kernel() -> Any:
+    """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
+    from affine_attn.core.kernels.hopper_forward import forward_kernel
+
+    return forward_kernel
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, x.shape[-1]]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _shared_layout(rows, x.shape[-1], x.dtype))
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
