@@ -23,8 +23,8 @@ from affine_attn.core.engines import stock
 from affine_attn.core.ops import Output
 from affine_attn.measure import side_by_side
 
-# Heads and heads of k and v, of 0.5B and 1B.
-HEADS = ((16, 16), (32, 8))
+# Heads, heads of k and v, head_dim: of 0.5B, 1B and 3B.
+HEADS = ((16, 16, 64), (32, 8, 64), (24, 8, 128))
 # As many tokens in all, but for the last: one sequence.
 BATCHES = {256: 128, 512: 64, 1024: 32, 2048: 16, 8192: 4, 32768: 1, 4096: 1}
 
@@ -52,7 +52,7 @@ def wrong(call: Call) -> str | None:
 def rows(shape: Shape, variant: str, rounds: int) -> Iterator[str]:
     device = torch.device("cuda")
     call = checked_call(**random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device))
-    label = f"{shape.batch:4} x {shape.tq:5}, heads {shape.heads}/{shape.kv_heads} {variant:10}"
+    label = f"{shape.batch:4} x {shape.tq:5}, heads {shape.heads}/{shape.kv_heads}, {shape.head_dim} {variant:10}"
     if (reason := wrong(call)) is not None:
         yield f"{label} not timed: {reason}"
         return
@@ -68,13 +68,14 @@ def rows(shape: Shape, variant: str, rounds: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="*", default=["sink", "affine"], choices=VARIANTS)
+    parser.add_argument("--lengths", nargs="*", type=int, default=list(BATCHES), choices=BATCHES)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
-    for heads, kv_heads in HEADS:
-        for length, batch in BATCHES.items():
-            shape = Shape(batch, heads, kv_heads, length, length, hopper.HEAD_DIM)
+    for heads, kv_heads, head_dim in HEADS:
+        for length in options.lengths:
+            shape = Shape(BATCHES[length], heads, kv_heads, length, length, head_dim)
             for variant in options.variants:
                 for line in rows(shape, variant, options.rounds):
                     print(line, flush=True)

@@ -150,7 +150,7 @@ class _Plan(NamedTuple):
         }  # fmt: skip
 
 
-def _plan(call: Call) -> _Plan:
+def plan_of(call: Call) -> _Plan:
     d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
     sums = 0
     if call.beta is not None:
@@ -177,12 +177,12 @@ def finish(call: Call, attention: PlainAttention) -> Output:
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         o, z = attention()
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    plan = _plan(call)
+    plan = plan_of(call)
     if plan.sums in (_RUNNING, _WHOLE):
-        sums, beside = _new_value_sums(call, plan), _fork(call, _FORWARD_LEAD)
+        sums, beside = new_value_sums(call, plan), _fork(call, _FORWARD_LEAD)
         o, z = attention()
         with beside:
-            _sum_values(call, plan, sums)
+            sum_values(call, plan, sums)
     else:
         sums, (o, z) = None, attention()
     in_place = call.alpha is None and call.beta is None and call.gate is None
@@ -229,7 +229,7 @@ class _RowGradients:
 
     def __init__(self, call: Call, dy: Tensor, o: Tensor, output: Output):
         self.call, self.dy, self.o, self.output = call, dy, o, output
-        self.plan = plan = _plan(call)
+        self.plan = plan = plan_of(call)
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
         gate = call.gate if _gate_kind(call.gate) == _ELEMENTWISE else None
@@ -350,14 +350,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def saved_tokens(call: Call) -> int:
-    """How many tokens lie between two sums of values that :func:`finish` saves under a causal mask."""
-    return _plan(call).tile.tokens
-
-
 def fake_sums(call: Call) -> Tensor:
     """An empty tensor of what :func:`finish` saves: the sum of the values before each tile, or u itself."""
-    plan = _plan(call)
+    plan = plan_of(call)
     batch, kv_heads, _, head_dim = call.v.shape
     shape = {
         _RUNNING: (batch * kv_heads, plan.tiles, plan.d),
@@ -367,13 +362,13 @@ def fake_sums(call: Call) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _new_value_sums(call: Call, plan: _Plan) -> Tensor:
+def new_value_sums(call: Call, plan: _Plan) -> Tensor:
     batch, kv_heads = call.v.shape[:2]
     shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def _sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
+def sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
     batch, kv_heads, keys, head_dim = call.v.shape
     columns = min(_VALUE_COLUMNS, plan.d)
     _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](

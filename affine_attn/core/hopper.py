@@ -7,6 +7,7 @@ epilogue by benchmarks/hopper_forward.py.
 import functools
 import heapq
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,12 @@ from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.ops import Output
 
-HEAD_DIM = 64
+# Slots of the ring by head_dim: what fits.
+STAGES = {64: 4, 128: 2}
 # Rows of a tile, and keys at a time.
 ROWS = 128
 # Heads whose tiles come before those of any other: their keys and values stay in the cache.
 _HEADS = 32
-# Tokens up to which summing the values again for every tile costs less than a pass over the output (LOG.md).
-_LONGEST = 16384
 # Of a tile's own cost, in blocks of keys: its first products, its epilogue.
 _TILE_COST = 1.5
 
@@ -33,18 +33,14 @@ def why_not(call: Call) -> str | None:
         return reason
     if call.q.device.type != "cuda" or torch.version.hip is not None or _capability(call.q.device) != (9, 0):
         return "the forward in one kernel is for GPUs of compute capability 9.0"
-    if call.q.dtype == torch.float32 or call.q.shape[-1] != HEAD_DIM:
-        return f"the forward in one kernel takes 16-bit inputs with a head_dim of {HEAD_DIM}"
+    if call.q.dtype == torch.float32 or call.q.shape[-1] not in STAGES:
+        return f"the forward in one kernel takes 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
     if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
         return "the forward in one kernel has a causal mask alone, and as many keys as queries"
     if call.gate is not None or (call.alpha is None) != (call.beta is None):
         return "the forward in one kernel has no gates, and alpha only together with beta"
     if call.alpha is None and call.sink is None:
         return "there is nothing to do after the attention"
-    if call.alpha is not None and call.tk > _LONGEST:
-        return f"beyond {_LONGEST} tokens a pass over the output costs less than sums of values in every tile"
-    if call.scale <= 0:
-        return "the forward in one kernel takes the largest product for the largest score"
     for x in (call.q, call.k, call.v):
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
             return "the forward in one kernel reads rows that begin at multiples of 16 bytes"
@@ -62,10 +58,9 @@ class Order(NamedTuple):
     counts: Tensor  # int32 [programs]
 
 
-@functools.lru_cache(maxsize=32)
-def order(batch: int, heads: int, kv_heads: int, length: int, programs: int, device: torch.device) -> Order:
+@functools.cache  # never dropped: CUDA graphs go on reading where they are
+def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, device: torch.device) -> Order:
     """Tiles of some heads at a time, the longest first, each to the program that is free first."""
-    blocks = fused.ceil(length, ROWS)
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
@@ -77,28 +72,44 @@ def order(batch: int, heads: int, kv_heads: int, length: int, programs: int, dev
                 heapq.heapreplace(busy, (until + block + 1 + _TILE_COST, program))
     most = max(map(len, lists)) + 1
     padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
-    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    return Order(torch.tensor(padded, **options), torch.tensor([len(tiles) for tiles in lists], **options))
+    found = Order(*(torch.tensor(x, dtype=torch.int32) for x in (padded, list(map(len, lists)))))
+    if device.type == "cpu":
+        return found
+    # In a thread of its own: what this one allocates may belong to a CUDA graph that is being made.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_uploaded, found, device).result()
+
+
+def _uploaded(found: Order, device: torch.device) -> Order:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        result = Order(*(x.pin_memory().to(device, non_blocking=True) for x in found))
+    stream.synchronize()
+    return result
 
 
 def forward(call: Call) -> Output:
     """Stages 1 to 4 at once; see :func:`why_not`."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
-    is_affine = call.alpha is not None
+    is_affine, plan = call.alpha is not None, fused.plan_of(call)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    y, before = torch.empty_like(q) if is_affine else o, fused.fake_sums(call)
+    y, sums, before = o, None, fused.fake_sums(call)
+    if is_affine:
+        y, sums = torch.empty_like(q), fused.new_value_sums(call, plan)
+        fused.sum_values(call, plan, sums)
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tiles, counts = order(batch, heads, k.shape[1], length, programs, q.device)
+    tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta)
     half = ROWS // 2
     _kernel()[(programs,)](
         _descriptor(q, half), _descriptor(k, ROWS), _descriptor(v, ROWS), _descriptor(o, half), _descriptor(y, half),
-        lse, sink, alpha, beta, before, tiles, counts, tiles.shape[1], heads, k.shape[1], length,
+        lse, sink, alpha, beta, sums, before, tiles, counts, tiles.shape[1], heads, k.shape[1], length,
         call.scale * math.log2(math.e), constant, *fused.sink_strides(sink),
-        N=ROWS, D=head_dim, SINK=fused.sink_kind(call.sink), AFFINE=is_affine, SAVED=fused.saved_tokens(call),
-        num_warps=4,
+        plan.key_segments, plan.blocks, plan.block_segments,
+        N=ROWS, D=head_dim, STAGES=STAGES[head_dim], SINK=fused.sink_kind(call.sink), AFFINE=is_affine,
+        SEGMENT=plan.tile.segment, SAVED=plan.tile.tokens, num_warps=4,
     )  # fmt: skip
     return Output(y, o if is_affine else o.new_empty(0), lse, before)
 
