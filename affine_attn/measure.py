@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# The queue of a stream holds about a thousand launches: twice so many calls are queued before the first one runs.
+# The queue of a stream holds about a thousand launches: twice so many calls should be in it before the first one runs.
 _MOST_CALLS = 32
 _CYCLES_PER_MS = 2_000_000  # a GPU at 2 GHz; a slower one just waits longer
 
@@ -55,7 +55,21 @@ def _warm_up(function: Callable[[], object], device: torch.device, round_ms: flo
     ms = _run(function, _Turn(2, 8 * host_ms), device) if on_gpu else host_ms
     calls = max(1, round(round_ms / max(ms, 1e-3)))
     calls = min(calls, _MOST_CALLS) if on_gpu else calls
+    while on_gpu and calls > 1 and not _fits_the_queue(function, _turn(calls, host_ms)):
+        calls //= 2
+    return _turn(calls, host_ms)
+
+
+def _turn(calls: int, host_ms: float) -> _Turn:
     return _Turn(calls, 1.0 + 2.4 * host_ms * calls)
+
+
+def _fits_the_queue(function: Callable[[], object], turn: _Turn) -> bool:
+    """Whether all calls were queued before the first timed one ran; what comes later runs at the pace of the host."""
+    start, end = _queue(function, turn)
+    in_time = not start.query()
+    end.synchronize()
+    return in_time
 
 
 def _host_ms(function: Callable[[], object]) -> float:
@@ -71,14 +85,20 @@ def _run(function: Callable[[], object], turn: _Turn, device: torch.device) -> f
         for _ in range(turn.calls):
             function()
         return (time.perf_counter() - start) * 1e3 / turn.calls
+    start, end = _queue(function, turn)
+    end.synchronize()
+    return start.elapsed_time(end) / turn.calls
+
+
+def _queue(function: Callable[[], object], turn: _Turn) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events around the timed calls, which come after as many that are not."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(turn.lead_ms * _CYCLES_PER_MS))
     for event in (start, end):
         for _ in range(turn.calls):
             function()
         event.record()
-    end.synchronize()
-    return start.elapsed_time(end) / turn.calls
+    return start, end
 
 
 def summary(ms: list[float], baseline: list[float]) -> Timing:

@@ -47,6 +47,7 @@ ABSENT = dict.fromkeys(("p_lse", "p_dsink", "p_dgate", "p_do"))
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
+    "scale_rows_kernel": {"T": 16, "num_warps": 4},
     "negate_rows_kernel": NEGATED | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel": STAGES,
     "epilogue_kernel:affine": AFFINE | {"KEEP_OUT": True, "BLOCKS": 32},
@@ -279,10 +280,12 @@ def _compile_gluon(head_dim: int, sink: int, is_affine: bool, dtype: str):
     types = dict.fromkeys(("d_q", "d_o", "d_y"), descriptor(hopper.ROWS // 2))
     types |= dict.fromkeys(("d_k", "d_v"), descriptor(hopper.ROWS)) | dict.fromkeys(("p_order", "p_tiles"), "*i32")
     types |= dict.fromkeys(("factor", "constant_sink"), "fp32")
-    rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in hopper_forward.forward_kernel.arg_names}
+    rest = {
+        name: "*fp32" if name.startswith("p_") else "i32" for name in hopper_forward.hopper_forward_kernel.arg_names
+    }
     absent = [*(["p_alpha", "p_beta", "p_sums"] if not is_affine else []), *(["p_sink"] if sink != 2 else [])]
     constants |= dict.fromkeys(absent)
     source = GluonASTSource(
-        hopper_forward.forward_kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants
+        hopper_forward.hopper_forward_kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

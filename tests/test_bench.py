@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from affine_attn import VARIANTS, attention
+from affine_attn import VARIANTS, attention, measure
 from affine_attn.core.accuracy import Shape
 from affine_attn.measure import side_by_side
 from benchmarks import generation, plot, readme, record, run, steps, training
@@ -96,6 +96,32 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds(monkeypatch):
     result = side_by_side({name: lambda name=name: name for name in times}, "a", CPU, rounds=3)
     assert result["b"].ratio == 2.0
     assert result["b"].p50 == 3.0
+
+
+class _FullQueue:
+    """Events of a GPU whose queue holds a thousand launches: with more, the first calls run while others are queued."""
+
+    launches = 0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return _FullQueue.launches > 1000
+
+    def elapsed_time(self, _) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("launches", "calls"), [(1, 32), (60, 8), (2000, 1)])
+def test_no_more_calls_are_timed_than_the_queue_of_the_gpu_holds(launches, calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", _FullQueue)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: setattr(_FullQueue, "launches", 0))
+    function = lambda: setattr(_FullQueue, "launches", _FullQueue.launches + launches)  # noqa: E731
+    assert measure._warm_up(function, torch.device("cuda"), 50.0).calls == calls
 
 
 def _row(shape: str, what: str, mode: str, **columns: str) -> record.Row:

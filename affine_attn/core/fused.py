@@ -310,6 +310,19 @@ class _RowGradients:
         )
 
 
+def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """out = scale * x [B, H, T, D] for fp32 scales [B or 1, 1, T]; torch has no fast kernel for two types."""
+    batch, heads, rows, head_dim = x.shape
+    d = max(16, 1 << (head_dim - 1).bit_length())
+    tile = _TILES_WITHOUT_SUMS[d]
+    scale = scale.contiguous()
+    _kernels().scale_rows_kernel[(ceil(rows, tile.tokens), batch * heads)](
+        x, scale, out, *_strides(x), *_strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows,
+        HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
 def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
     """Negate in place the rows of dy with a negative factor; twice is never."""
     alpha, gate = contiguous_rows(call.alpha), call.gate

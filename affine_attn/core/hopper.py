@@ -116,9 +116,9 @@ def forward(call: Call) -> Output:
 
 def _kernel() -> Any:
     """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.core.kernels.hopper_forward import forward_kernel
+    from affine_attn.core.kernels.hopper_forward import hopper_forward_kernel
 
-    return forward_kernel
+    return hopper_forward_kernel
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:

@@ -52,7 +52,7 @@ def compose(
             call, dy, output, lambda do, out, lse: attend_backward(scaled, do, out, lse)
         )
         if isinstance(call.logit, LogN):
-            dq *= _row_scale(call)
+            _times_row_scale(call, dq, dq)
         return dq, *rest
 
     def fake(call: Call) -> Output:
@@ -84,12 +84,15 @@ def row_scaled(call: Call) -> Call:
     """LogN is a factor per row, so it moves into q."""
     if not isinstance(call.logit, LogN):
         return call
-    # Written in q's type at once: the product by itself would be fp32, three times the bytes to move.
-    return replace(call, q=torch.mul(call.q, _row_scale(call), out=torch.empty_like(call.q)), logit=None)
+    return replace(call, q=_times_row_scale(call, call.q, torch.empty_like(call.q)), logit=None)
 
 
-def _row_scale(call: Call) -> Tensor:
-    return LogN.row_scale(call.count(), row_dtype(call.q))[..., None]
+def _times_row_scale(call: Call, x: Tensor, out: Tensor) -> Tensor:
+    scale = LogN.row_scale(call.count(), row_dtype(x))
+    if fused.why_not(call) is None:
+        return fused.scale_rows(x, scale, out)
+    # Written in x's type at once: the product by itself would be fp32, three times the bytes to move.
+    return torch.mul(x, scale[..., None], out=out)
 
 
 def _like_q(x: Tensor, call: Call) -> Tensor:

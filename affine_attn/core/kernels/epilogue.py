@@ -180,6 +180,25 @@ def _sum_before(
 
 
 @triton.jit
+def scale_rows_kernel(
+    p_x, p_scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb, heads, rows,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """y = scale * x, with a scale for every row that all heads share; y may be x."""
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    o_t, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+    m_t = o_t < rows
+    m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_td = o_t[:, None].to(tl.int64)
+    b_scale = tl.load(p_scale + b * stride_sb + o_t, mask=m_t, other=0.0)
+    b_x = tl.load(p_x + b * stride_xb + h * stride_xh + o_td * stride_xt + o_d[None, :], mask=m_td, other=0.0)
+    b_y = b_x.to(tl.float32) * b_scale[:, None]
+    p_row = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt
+    tl.store(p_row + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask=m_td)
+
+
+@triton.jit
 def negate_rows_kernel(
     p_dy, p_alpha, p_gate, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, heads, queries,
     HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr,

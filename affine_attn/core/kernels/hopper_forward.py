@@ -261,7 +261,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["most"])
-def forward_kernel(
+def hopper_forward_kernel(
     d_q, d_k, d_v, d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_sums, p_before, p_order, p_tiles, most, H, kv_heads, T,
     factor, constant_sink, stride_sb, stride_sh, stride_st, segments, blocks, block_segments,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINK: gl.constexpr, AFFINE: gl.constexpr,
