@@ -1,6 +1,8 @@
 """Every engine, every case: y and every gradient within the tolerance rule of the float64 reference."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from affine_attn.core import hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
+from affine_attn.core.ops import on_its_device
 from tests.cases import CASES, MASKS, SPECS, Case
 
 
@@ -102,6 +105,17 @@ def test_a_second_derivative_is_refused_not_taken_for_zero(engine):
     exact.square().sum().backward()
     with pytest.raises(RuntimeError, match=r"no second derivative .*impl='reference'"):
         (dq.square().sum() + q.sum()).backward()
+
+
+def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
+    """Triton launches on the current device, which a model spread over several GPUs leaves at the first."""
+    current, attended = [], []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 1)))
+    assert on_its_device(lambda _, x: x + 1)(call, 2) == 3
+    assert current == [torch.device("cuda", 1)]
+    assert on_its_device(attended.append)(checked_call(*torch.randn(3, 1, 1, 4, 8))) is None
+    assert len(current) == len(attended) == 1
 
 
 def test_the_fast_engine_takes_the_plain_cases():

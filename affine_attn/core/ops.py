@@ -7,7 +7,9 @@ Being opaque operators with fake implementations, engines may loop and branch on
     backward(call, dy, Output) -> (dq, dk, dv, dsink, dalpha, dbeta, dgate), None where the input is None
 """
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -34,8 +36,22 @@ Forward = Callable[[Call], Output]
 Backward = Callable[[Call, Tensor, Output], Gradients]
 
 
+def on_its_device(function):
+    """The function of a call with the device of its tensors for the current one, where Triton launches its kernels: a
+    model that is spread over several GPUs does not set it."""
+
+    @functools.wraps(function)
+    def run(call: Call, *rest):
+        device = call.q.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return function(call, *rest)
+
+    return run
+
+
 def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[[Call], Tensor]:
     """Define ``affine_attn::name`` and its backward; returns the differentiable function of a call."""
+    forward, backward = on_its_device(forward), on_its_device(backward)
 
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse, sums))
@@ -106,6 +122,7 @@ def _no_second_derivative(ctx, *_):
 
 def register_inference(name: str, forward: Forward, fake: Forward) -> Callable[[Call], Tensor]:
     """The same for an engine without a backward."""
+    forward = on_its_device(forward)
     op = _operator(name, forward, fake)
     return lambda call: op(*call.flat())[0] if _is_traced(call) else forward(call).y
 

@@ -17,6 +17,7 @@ from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import compose, why_not_beta
 from affine_attn.core.masks import document_bounds
+from affine_attn.core.ops import on_its_device
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
 DESCRIPTION = "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
@@ -270,6 +271,7 @@ class ScoreStatistics(NamedTuple):
     first: Tensor  # score of the row's first visible key
 
 
+@on_its_device
 def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
     """Statistics of the scores in one pass over q and k; first_key int [B, Tq], -1 = none."""
     launch, config = Launch(call), _config("statistics", call.q)
