@@ -53,7 +53,7 @@ def rows(shape: Shape, variant: str, rounds: int) -> Iterator[str]:
     device = torch.device("cuda")
     call = checked_call(**random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device))
     label = f"{shape.batch:4} x {shape.tq:5}, heads {shape.heads}/{shape.kv_heads}, {shape.head_dim} {variant:10}"
-    if (reason := wrong(call)) is not None:
+    if (reason := hopper.why_not(call) or wrong(call)) is not None:
         yield f"{label} not timed: {reason}"
         return
     functions: dict[str, Callable[[], object]] = {

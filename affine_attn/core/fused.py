@@ -315,9 +315,9 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     batch, heads, rows, head_dim = x.shape
     d = max(16, 1 << (head_dim - 1).bit_length())
     tile = _TILES_WITHOUT_SUMS[d]
-    scale = scale.contiguous()
-    _kernels().scale_rows_kernel[(ceil(rows, tile.tokens), batch * heads)](
-        x, scale, out, *_strides(x), *_strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows,
+    tiles, scale = ceil(rows, tile.tokens), scale.contiguous()
+    _kernels().scale_rows_kernel[(tiles * batch * heads,)](
+        x, scale, out, *_strides(x), *_strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows, tiles,
         HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
     )  # fmt: skip
     return out

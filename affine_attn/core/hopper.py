@@ -7,6 +7,7 @@ epilogue by benchmarks/hopper_forward.py.
 import functools
 import heapq
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ STAGES = {64: 4, 128: 2}
 ROWS = 128
 # Heads whose tiles come before those of any other: their keys and values stay in the cache.
 _HEADS = 32
+# Of two threads that make the same table, one would lose its own while a kernel may still read it.
+_ONE_AT_A_TIME = threading.Lock()
 # Of a tile's own cost, in blocks of keys: its first products, its epilogue.
 _TILE_COST = 1.5
 
@@ -60,7 +63,10 @@ class Order(NamedTuple):
 
 @functools.cache  # never dropped: CUDA graphs go on reading where they are
 def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, device: torch.device) -> Order:
-    """Tiles of some heads at a time, the longest first, each to the program that is free first."""
+    """Tiles of some heads at a time, the longest first, each to the program that is free first.
+
+    A shape must have been called once before a graph of it is captured: the table is copied to the device.
+    """
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
@@ -72,7 +78,8 @@ def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, dev
                 heapq.heapreplace(busy, (until + block + 1 + _TILE_COST, program))
     most = max(map(len, lists)) + 1
     padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
-    found = Order(*(torch.tensor(x, dtype=torch.int32) for x in (padded, list(map(len, lists)))))
+    options: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}  # whatever the default device is
+    found = Order(torch.tensor(padded, **options), torch.tensor(list(map(len, lists)), **options))
     if device.type == "cpu":
         return found
     # In a thread of its own: what this one allocates may belong to a CUDA graph that is being made.
@@ -99,7 +106,8 @@ def forward(call: Call) -> Output:
         y, sums = torch.empty_like(q), fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
+    with _ONE_AT_A_TIME:
+        tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta)
     half = ROWS // 2

@@ -181,13 +181,14 @@ def _sum_before(
 
 @triton.jit
 def scale_rows_kernel(
-    p_x, p_scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb, heads, rows,
+    p_x, p_scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb, heads, rows, tiles,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """y = scale * x, with a scale for every row that all heads share; y may be x."""
-    bh = tl.program_id(1).to(tl.int64)
+    # One axis: the others of a grid end at 65535, which decoding may pass.
+    tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
-    o_t, o_d = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+    o_t, o_d = tile * T + tl.arange(0, T), tl.arange(0, D)
     m_t = o_t < rows
     m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
     o_td = o_t[:, None].to(tl.int64)
