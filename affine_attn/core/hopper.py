@@ -8,7 +8,6 @@ import functools
 import heapq
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.ops import Output
+from affine_attn.core.tables import uploaded
 
 # Slots of the ring by head_dim: what fits.
 STAGES = {64: 4, 128: 2}
@@ -61,12 +61,9 @@ class Order(NamedTuple):
     counts: Tensor  # int32 [programs]
 
 
-@functools.cache  # never dropped: CUDA graphs go on reading where they are
+@functools.cache
 def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, device: torch.device) -> Order:
-    """Tiles of some heads at a time, the longest first, each to the program that is free first.
-
-    A shape must have been called once before a graph of it is captured: the table is copied to the device.
-    """
+    """Tiles of some heads at a time, the longest first, each to the program that is free first."""
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
@@ -79,20 +76,8 @@ def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, dev
     most = max(map(len, lists)) + 1
     padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
     options: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}  # whatever the default device is
-    found = Order(torch.tensor(padded, **options), torch.tensor(list(map(len, lists)), **options))
-    if device.type == "cpu":
-        return found
-    # In a thread of its own: what this one allocates may belong to a CUDA graph that is being made.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_uploaded, found, device).result()
-
-
-def _uploaded(found: Order, device: torch.device) -> Order:
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        result = Order(*(x.pin_memory().to(device, non_blocking=True) for x in found))
-    stream.synchronize()
-    return result
+    tables = torch.tensor(padded, **options), torch.tensor(list(map(len, lists)), **options)
+    return Order(*uploaded(tables, device))
 
 
 def forward(call: Call) -> Output:

@@ -19,6 +19,7 @@ from affine_attn.core.engines.composed import compose, why_not_beta
 from affine_attn.core.masks import document_bounds
 from affine_attn.core.ops import on_its_device
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
+from affine_attn.core.tables import uploaded
 
 DESCRIPTION = "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
 
@@ -120,12 +121,12 @@ class FarTables(NamedTuple):
     rising: Tensor  # fp16 [16, width]: the same at c - width/2 + i (columns are queries)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache
 def far_tables(tau: float, width: int, length: int, device: torch.device) -> FarTables:
     """f(t) = sqrt(log2e + 2 log2(1 + t/tau)) as (coefficients @ basis), good from FAR_RATIO half-widths on."""
     half = width // 2
     degrees = 1 + max(degree for degree, _ in FAR_SLOTS)
-    float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    float64: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     angle = (torch.arange(degrees, **float64) + 0.5) * (math.pi / degrees)
     # Rows nearer than one half-width are never read: keep them finite.
     center = torch.arange(length, **float64).clamp(min=half)
@@ -135,15 +136,15 @@ def far_tables(tau: float, width: int, length: int, device: torch.device) -> Far
     waves[0] /= 2
     rest = f @ waves.T  # Chebyshev interpolation: [length, degrees]
     offset = (half - torch.arange(width, **float64)) / half  # 1 .. -1 + 2/width
-    coefficients = torch.empty(length, len(FAR_SLOTS), dtype=torch.float16, device=device)
-    falling = torch.empty(len(FAR_SLOTS), width, dtype=torch.float16, device=device)
+    coefficients = torch.empty(length, len(FAR_SLOTS), dtype=torch.float16, device="cpu")
+    falling = torch.empty(len(FAR_SLOTS), width, dtype=torch.float16, device="cpu")
     rising = torch.empty_like(falling)
     for slot, (degree, _) in enumerate(FAR_SLOTS):
         coefficients[:, slot] = rest[:, degree].half()
         rest[:, degree] -= coefficients[:, slot].double()
         falling[slot] = torch.cos(degree * torch.acos(offset)).half()
         rising[slot] = torch.cos(degree * torch.acos(-offset)).half()
-    return FarTables(coefficients, falling, rising)
+    return FarTables(*uploaded((coefficients, falling, rising), device))
 
 
 class Launch:
