@@ -21,8 +21,8 @@ test-gpu: .venv/.installed
 
 # Every kernel under CUDA's memory and race checkers, which are slow: one odd shape with every kind of mask, and a long one.
 # Without torch's cache of memory, where what lies past a tensor's end would belong to its neighbour. The race checker does
-# not know by what cuDNN's kernels wait for each other, nor how Triton tells the warps of a Gluon kernel apart what to do, and
-# reports them. FlexAttention's kernels are torch's own.
+# not know by what cuDNN's kernels wait for each other, nor how Triton hands the parts of a Gluon kernel to its warps, and
+# reports both. FlexAttention's kernels are torch's own.
 SANITIZED = (T65x65-D80-everything or T300x900-D128-causal-bfloat16 or T300x900-D128-documents_interleaved-bfloat16 or \
 	T1100x1100-D64-causal-bfloat16 or (decode and everything and bfloat16) or statistics) and not flex
 test-sanitizer: .venv/.installed

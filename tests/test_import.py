@@ -17,7 +17,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
     {"__version__", "core.spec", "core.rope", "core.kernels", "measure"},
-    {"core.masks", "core.tables", "core.variants"},
+    {"core.gpu", "core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},
     {"core.epilogue", "core.fused", "core.hopper", "core.quarantine"},

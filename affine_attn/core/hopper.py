@@ -7,7 +7,6 @@ epilogue by benchmarks/hopper_forward.py.
 import functools
 import heapq
 import math
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from affine_attn.core import fused
 from affine_attn.core.call import Call
+from affine_attn.core.gpu import capability, kept, multiprocessors, uploaded
 from affine_attn.core.ops import Output
-from affine_attn.core.tables import uploaded
 
 # Slots of the ring by head_dim: what fits.
 STAGES = {64: 4, 128: 2}
@@ -24,8 +23,6 @@ STAGES = {64: 4, 128: 2}
 ROWS = 128
 # Heads whose tiles come before those of any other: their keys and values stay in the cache.
 _HEADS = 32
-# Of two threads that make the same table, one would lose its own while a kernel may still read it.
-_ONE_AT_A_TIME = threading.Lock()
 # Of a tile's own cost, in blocks of keys: its first products, its epilogue.
 _TILE_COST = 1.5
 
@@ -34,7 +31,7 @@ def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or why it would gain nothing; None where it runs."""
     if (reason := fused.why_not(call)) is not None:
         return reason
-    if call.q.device.type != "cuda" or torch.version.hip is not None or _capability(call.q.device) != (9, 0):
+    if capability(call.q.device) != (9, 0):
         return "the forward in one kernel is for GPUs of compute capability 9.0"
     if call.q.dtype == torch.float32 or call.q.shape[-1] not in STAGES:
         return f"the forward in one kernel takes 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
@@ -50,18 +47,12 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Asked on every call, so looked up once."""
-    return torch.cuda.get_device_capability(device)
-
-
 class Order(NamedTuple):
     tiles: Tensor  # int32 [programs, most, 4]: batch entry, head, head of k and v, first row; a last one is never used
     counts: Tensor  # int32 [programs]
 
 
-@functools.cache
+@kept
 def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, device: torch.device) -> Order:
     """Tiles of some heads at a time, the longest first, each to the program that is free first."""
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
@@ -81,7 +72,7 @@ def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, dev
 
 
 def forward(call: Call) -> Output:
-    """Stages 1 to 4 at once; see :func:`why_not`."""
+    """Stages 1 to 3 at once; see :func:`why_not`."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
     is_affine, plan = call.alpha is not None, fused.plan_of(call)
@@ -90,9 +81,8 @@ def forward(call: Call) -> Output:
     if is_affine:
         y, sums = torch.empty_like(q), fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    with _ONE_AT_A_TIME:
-        tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
+    programs = multiprocessors(q.device)
+    tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta)
     half = ROWS // 2

@@ -14,6 +14,7 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import row_scaled
+from affine_attn.core.gpu import capability, multiprocessors
 from affine_attn.core.ops import Output, register_inference
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
@@ -75,7 +76,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
         seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
         # Programs a multiprocessor holds at once, by their registers and shared memory.
         light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
-        slots = _multiprocessors(q.device) * (3 if light else 2)
+        slots = multiprocessors(q.device) * (3 if light else 2)
         splits = choose_splits(batch * kv_heads * row_blocks, -(-seen // block_n), slots)
     # The epilogue needs the zero head and all its query heads in one program.
     is_fused = splits == 1 and row_blocks == 1
@@ -142,17 +143,9 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
     return min(range(1, most + 1), key=time)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    # The interpreter and ahead-of-time runs plan as on an H200.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@functools.cache
 def _early(device: torch.device) -> dict[str, bool]:
     """Launched while the kernel before it ends, from Hopper on: a step of decoding is short enough to notice."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None and not fused.INTERPRETED
-    if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
+    if capability(device) >= (9, 0) and not fused.INTERPRETED:
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -5,10 +5,10 @@ call is cut into pieces whose causal part is square; pieces over different keys 
 backward needs no merging: with the merged output and log-sum-exp each piece's stock backward is already exact.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
+
+from affine_attn.core.gpu import capability
 
 aten = torch.ops.aten
 
@@ -34,15 +34,9 @@ def kernel(q: Tensor) -> str:
     """The operator that runs calls without a window (windows are the flash operator's)."""
     if q.device.type == "cpu":
         return "flash_for_cpu"
-    if q.shape[-1] <= 128 and q.shape[2] > 1 and _major(q.device) >= 9:
+    if q.shape[-1] <= 128 and q.shape[2] > 1 and capability(q.device) >= (9, 0):
         return "cudnn"
     return "flash"
-
-
-@cache
-def _major(device: torch.device) -> int:
-    """Major compute capability; asked on every call, so looked up once."""
-    return torch.cuda.get_device_capability(device)[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

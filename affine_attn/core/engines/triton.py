@@ -4,7 +4,6 @@ Launchers only; the kernels and how they get a(i-j) almost for free are in kerne
 tables are built here.
 """
 
-import functools
 import importlib
 import math
 from dataclasses import dataclass, replace
@@ -16,10 +15,10 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import compose, why_not_beta
+from affine_attn.core.gpu import kept, uploaded
 from affine_attn.core.masks import document_bounds
 from affine_attn.core.ops import on_its_device
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
-from affine_attn.core.tables import uploaded
 
 DESCRIPTION = "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
 
@@ -121,7 +120,7 @@ class FarTables(NamedTuple):
     rising: Tensor  # fp16 [16, width]: the same at c - width/2 + i (columns are queries)
 
 
-@functools.cache
+@kept
 def far_tables(tau: float, width: int, length: int, device: torch.device) -> FarTables:
     """f(t) = sqrt(log2e + 2 log2(1 + t/tau)) as (coefficients @ basis), good from FAR_RATIO half-widths on."""
     half = width // 2

@@ -1,0 +1,59 @@
+"""The GPU as launchers of kernels see it: its numbers, asked on every call and so looked up once, and tables on it."""
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Table = TypeVar("_Table")
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) of everything else, AMD's GPUs too, which number theirs otherwise."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    # The interpreter and ahead-of-time runs plan as on an H200.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:
+    """A function that makes a table for kernels, once for the same arguments.
+
+    None is ever dropped: CUDA graphs go on reading where it is. Of two threads that made the same one, one would lose
+    its own while a kernel may still read it, so they wait for each other.
+    """
+    made, lock = functools.cache(make), threading.Lock()
+
+    @functools.wraps(make)
+    def get(*arguments) -> _Table:
+        with lock:
+            return made(*arguments)
+
+    return get
+
+
+def uploaded(tables: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """CPU tensors on a device. Not while a graph is being captured, as torch says of all that is done there first."""
+    if device.type != "cuda":
+        return tuple(x.to(device) for x in tables)
+    # In a thread of its own: what this one allocates may belong to a CUDA graph that is being made.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_copied, tables, device).result()
+
+
+def _copied(tables: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        result = tuple(x.pin_memory().to(device, non_blocking=True) for x in tables)
+    stream.synchronize()
+    return result
