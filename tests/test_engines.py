@@ -201,19 +201,26 @@ ONE_KERNEL = [
     *(Shape(3, 40, 8, 777, 777, head_dim) for head_dim in (64, 128)),
 ]
 
+ONE_KERNEL_SPECS = {
+    **{name: SPECS[name] for name in ("off_by_one", "sink", "affine", "gated", "gated_headwise", "affine_gated")},
+    "sink+affine": replace(SPECS["affine"], sink="learned"),
+    "logn+affine": replace(SPECS["affine"], logit=SPECS["logn"].logit),
+    "sink+affine+elementwise": replace(SPECS["affine"], sink="learned", gate="elementwise"),
+    "sink+affine+headwise": replace(SPECS["affine"], sink="learned", gate="headwise"),
+}
+
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ONE_KERNEL, ids=str)
-@pytest.mark.parametrize("name", ["off_by_one", "sink", "affine", "sink+affine", "logn+affine"])
+@pytest.mark.parametrize("name", ONE_KERNEL_SPECS)
 def test_the_forward_in_one_kernel(name, shape, dtype):
-    plain = SPECS["affine"]
-    spec = {"sink+affine": replace(plain, sink="learned"), "logn+affine": replace(plain, logit=SPECS["logn"].logit)}
-    inputs = random_inputs(spec.get(name) or SPECS[name], shape, dtype, "cuda")
-    if "alpha" in inputs:
-        inputs["alpha"] = inputs["alpha"] - 0.5
-    in_models = {x: t.transpose(1, 2).contiguous().transpose(1, 2) for x, t in inputs.items() if x in ("q", "k", "v")}
+    inputs = random_inputs(ONE_KERNEL_SPECS[name], shape, dtype, "cuda")
+    inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
+    in_models = {
+        x: inputs[x].transpose(1, 2).contiguous().transpose(1, 2) for x in ("q", "k", "v", "gate") if x in inputs
+    }
     large = {"sink": inputs["sink"] + 200} if isinstance(inputs.get("sink"), torch.Tensor) else {}
     for changed in (inputs, inputs | in_models, inputs | large):
         assert hopper.why_not(checked_call(**changed)) is None

@@ -27,7 +27,7 @@ from affine_attn.core.epilogue import AttentionBackward, PlainAttention
 from affine_attn.core.ops import Gradients, Output
 
 _RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
-_ELEMENTWISE = 2
+ELEMENTWISE = 2
 
 
 class _Tile(NamedTuple):
@@ -194,10 +194,10 @@ def finish(call: Call, attention: PlainAttention) -> Output:
     walkers = plan.walkers(call)
     _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), call.q.shape[0] * walkers)](
         o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
-        *_strides(o), *_strides(call.v), *_strides(gate), *_strides(y), *sink_strides(sink),
+        *strides(o), *strides(call.v), *strides(gate), *strides(y), *sink_strides(sink),
         walkers, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
         constant,
-        SINK=sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=_gate_kind(gate), KEEP_OUT=not in_place,
+        SINK=sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=gate_kind(gate), KEEP_OUT=not in_place,
         BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call, plan.tile.columns),
     )  # fmt: skip
     return Output(y, o.new_empty(0) if in_place else o, lse, before)
@@ -232,7 +232,7 @@ class _RowGradients:
         self.plan = plan = plan_of(call)
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
-        gate = call.gate if _gate_kind(call.gate) == _ELEMENTWISE else None
+        gate = call.gate if gate_kind(call.gate) == ELEMENTWISE else None
         # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
         is_light = gate is None and sum(x is not None for x in (sink, call.beta, call.gate)) == 1
         self.columns = plan.tile.backward_columns if is_light else plan.tile.columns
@@ -259,10 +259,10 @@ class _RowGradients:
             self.dy, self.o, self.output.saved_lse, call.v, self.output.saved_sums,
             self.sink, self.alpha, self.beta, call.gate,
             dsink, dalpha, dbeta, dgate if self.dgate is None else self.dgate, self.do, self.weighted, self.totals,
-            *_strides(self.dy), *_strides(self.o), *_strides(call.v), *_strides(call.gate), *_strides(self.dgate),
-            *_strides(self.do), *sink_strides(self.sink), self.dy[..., 0].numel(),
+            *strides(self.dy), *strides(self.o), *strides(call.v), *strides(call.gate), *strides(self.dgate),
+            *strides(self.do), *sink_strides(self.sink), self.dy[..., 0].numel(),
             walkers, call.tq, plan.tiles, plan.older, plan.query_segments,
-            SINK=sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=_gate_kind(call.gate),
+            SINK=sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=gate_kind(call.gate),
             **plan.constants(call, self.columns),
         )  # fmt: skip
         if self.totals is not None:
@@ -284,8 +284,8 @@ class _RowGradients:
             # Does both: a launch less.
             tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
             _kernels().add_seen_by_kernel[(ceil(call.tq, tokens), batch * kv_heads)](
-                dv, self.weighted, self.totals, self.dy, self.alpha, gate, *_strides(dv), *_strides(self.dy),
-                *_strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
+                dv, self.weighted, self.totals, self.dy, self.alpha, gate, *strides(dv), *strides(self.dy),
+                *strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
                 HAS_ALPHA=is_negated and self.alpha is not None, HAS_GATE=is_negated and gate is not None,
                 GROUP=call.heads // kv_heads, HEAD_DIM=head_dim, D=plan.d, T=tokens, LENGTH=plan.tile.segment,
                 num_warps=4,
@@ -317,7 +317,7 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     tile = _TILES_WITHOUT_SUMS[d]
     tiles, scale = ceil(rows, tile.tokens), scale.contiguous()
     _kernels().scale_rows_kernel[(tiles * batch * heads,)](
-        x, scale, out, *_strides(x), *_strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows, tiles,
+        x, scale, out, *strides(x), *strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows, tiles,
         HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
     )  # fmt: skip
     return out
@@ -330,7 +330,7 @@ def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
         return
     batch, heads, queries, head_dim = dy.shape
     _kernels().negate_rows_kernel[(ceil(queries, _ROWS), batch * heads)](
-        dy, alpha, gate, *_strides(dy), *_strides(gate), heads, queries,
+        dy, alpha, gate, *strides(dy), *strides(gate), heads, queries,
         HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
         HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
     )  # fmt: skip
@@ -385,7 +385,7 @@ def sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
     batch, kv_heads, keys, head_dim = call.v.shape
     columns = min(_VALUE_COLUMNS, plan.d)
     _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
-        call.v, sums, *_strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
+        call.v, sums, *strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
         plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
     )  # fmt: skip
 
@@ -394,16 +394,16 @@ def sink_kind(sink: Tensor | float | None) -> int:
     return 0 if sink is None else 1 if isinstance(sink, float) else 2
 
 
-def _gate_kind(gate: Tensor | None) -> int:
-    return 0 if gate is None else 1 if gate.shape[-1] == 1 else _ELEMENTWISE
+def gate_kind(gate: Tensor | None) -> int:
+    return 0 if gate is None else 1 if gate.shape[-1] == 1 else ELEMENTWISE
 
 
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
+def strides(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def sink_strides(sink: Tensor | None) -> tuple[int, int, int]:
-    return _strides(sink) if sink is None or sink.ndim == 3 else (0, sink.stride(0), 0)
+    return strides(sink) if sink is None or sink.ndim == 3 else (0, sink.stride(0), 0)
 
 
 def contiguous_rows(x: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Launches the forward of our own for Hopper: attention, sink, alpha and beta in one kernel.
+"""Launches the forward of our own for Hopper: attention, sink, alpha, beta and gate in one kernel.
 
 What it returns is what :func:`fused.finish` would, so the backward is the same. Timed beside the stock kernel with its
 epilogue by benchmarks/hopper_forward.py.
@@ -37,14 +37,21 @@ def why_not(call: Call) -> str | None:
         return f"the forward in one kernel takes 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
     if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
         return "the forward in one kernel has a causal mask alone, and as many keys as queries"
-    if call.gate is not None or (call.alpha is None) != (call.beta is None):
-        return "the forward in one kernel has no gates, and alpha only together with beta"
-    if call.alpha is None and call.sink is None:
+    if (call.alpha is None) != (call.beta is None):
+        return "the forward in one kernel has alpha only together with beta"
+    if call.alpha is None and call.sink is None and call.gate is None:
         return "there is nothing to do after the attention"
-    for x in (call.q, call.k, call.v):
+    gate = _gate_by_channel(call)
+    if gate is not None and gate.dtype != call.q.dtype:
+        return f"the forward in one kernel takes a gate by channel in the type of q, not {gate.dtype}"
+    for x in (call.q, call.k, call.v, *([] if gate is None else [gate])):
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
             return "the forward in one kernel reads rows that begin at multiples of 16 bytes"
     return None
+
+
+def _gate_by_channel(call: Call) -> Tensor | None:
+    return call.gate if fused.gate_kind(call.gate) == fused.ELEMENTWISE else None
 
 
 class Order(NamedTuple):
@@ -72,29 +79,31 @@ def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, dev
 
 
 def forward(call: Call) -> Output:
-    """Stages 1 to 3 at once; see :func:`why_not`."""
+    """All stages at once; see :func:`why_not`."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
     is_affine, plan = call.alpha is not None, fused.plan_of(call)
+    has_y = is_affine or call.gate is not None
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    y, sums, before = o, None, fused.fake_sums(call)
+    y, sums, before = torch.empty_like(q) if has_y else o, None, fused.fake_sums(call)
     if is_affine:
-        y, sums = torch.empty_like(q), fused.new_value_sums(call, plan)
+        sums = fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)
     programs = multiprocessors(q.device)
     tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
-    alpha, beta = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta)
+    alpha, beta, gate = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), _gate_by_channel(call)
     half = ROWS // 2
     _kernel()[(programs,)](
-        _descriptor(q, half), _descriptor(k, ROWS), _descriptor(v, ROWS), _descriptor(o, half), _descriptor(y, half),
-        lse, sink, alpha, beta, sums, before, tiles, counts, tiles.shape[1], heads, k.shape[1], length,
-        call.scale * math.log2(math.e), constant, *fused.sink_strides(sink),
-        plan.key_segments, plan.blocks, plan.block_segments,
+        _descriptor(q, half), _descriptor(k, ROWS), _descriptor(v, ROWS),
+        None if gate is None else _descriptor(gate, half), _descriptor(o, half), _descriptor(y, half),
+        lse, sink, alpha, beta, call.gate if gate is None else None, sums, before,
+        tiles, counts, tiles.shape[1], heads, k.shape[1], length, call.scale * math.log2(math.e), constant,
+        *fused.sink_strides(sink), *fused.strides(call.gate), plan.key_segments, plan.blocks, plan.block_segments,
         N=ROWS, D=head_dim, STAGES=STAGES[head_dim], SINK=fused.sink_kind(call.sink), AFFINE=is_affine,
-        SEGMENT=plan.tile.segment, SAVED=plan.tile.tokens, num_warps=4,
+        GATE=fused.gate_kind(call.gate), SEGMENT=plan.tile.segment, SAVED=plan.tile.tokens, num_warps=4,
     )  # fmt: skip
-    return Output(y, o if is_affine else o.new_empty(0), lse, before)
+    return Output(y, o if has_y else o.new_empty(0), lse, before)
 
 
 def _kernel() -> Any:

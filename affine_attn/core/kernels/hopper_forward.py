@@ -1,6 +1,6 @@
 """Gluon kernel: causal attention for Hopper that finishes its rows while they are in registers.
 
-A stock kernel writes o, and the epilogue reads it again to write y. Here sink, alpha and beta are applied before
+A stock kernel writes o, and the epilogue reads it again to write y. Here sink, alpha, beta and gate are applied before
 anything is written.
 
 One program per multiprocessor goes from tile to tile, in an order that the host has made; a tile is N rows of one head.
@@ -11,7 +11,8 @@ before, and exponentiates while the tensor cores do that sum, or the other group
 What a step needs lies in one slot of a ring: keys of its block, values of the block before. So a tile of `last + 1`
 blocks takes slots 0, of keys alone, to `last + 1`. There values of the diagonal take the place of keys, once more: for
 beta, their product with a triangle of ones gives the sums within a group's rows. Sums of what lies before come from
-value_sums_kernel (kernels/epilogue.py); one more warp brings them.
+value_sums_kernel (kernels/epilogue.py); one more warp brings them. A gate by channel is loaded into the place that its
+y leaves from.
 
 Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
 offsets, m_ mask. H query heads, T tokens. Barriers: full, of what is loaded, and free, of what is done with.
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from affine_attn.core.kernels.epilogue import CONSTANT_SINK, LEARNED_SINK, NO_SINK
+from affine_attn.core.kernels.epilogue import CONSTANT_SINK, ELEMENTWISE, HEADWISE, LEARNED_SINK, NO_GATE, NO_SINK
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -58,12 +59,12 @@ def _block(s, slot, ROWS: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _load(
     inputs, memory, barriers, order, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    AFFINE: gl.constexpr,
+    AFFINE: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
-    d_q, d_k, d_v = inputs
-    s_q, s_k, s_v, _, _, _ = memory
-    q_full, q_free, full, free, _, _ = barriers
+    d_q, d_k, d_v, d_gate = inputs
+    s_q, s_k, s_v, _, s_y, _ = memory
+    q_full, q_free, full, free, _, _, gate_full, gate_free = barriers
     p_order, most, p_tiles = order
     i = 0
     next_b, next_h, next_kv, next_row0 = _tile(p_order, most, 0)
@@ -92,6 +93,13 @@ def _load(
                     tma.async_copy_global_to_shared(
                         d_q, [b, h, row0 + group * M, 0], q_full.index(group), s_q.index(group)
                     )
+        if GATE == ELEMENTWISE:
+            for group in gl.static_range(2):
+                mbarrier.wait(gate_free.index(group), n & 1)
+                mbarrier.expect(gate_full.index(group), M * D * 2)
+                tma.async_copy_global_to_shared(
+                    d_gate, [b, h, row0 + group * M, 0], gate_full.index(group), s_y.index(group)
+                )
 
 
 @gluon.jit
@@ -135,7 +143,7 @@ def _weights(b_qk, b_max, factor, M: gl.constexpr, N: gl.constexpr, ROWS: gl.con
 def _attend(
     group: gl.constexpr, tensors, memory, barriers, order, sizes,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINK: gl.constexpr, AFFINE: gl.constexpr,
-    SAVED: gl.constexpr,
+    GATE: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
     """A group of warps, with M rows of each tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -144,11 +152,13 @@ def _attend(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     O_COLUMNS: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
-    d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_before = tensors
+    d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_gate, p_before = tensors
+    HAS_Y: gl.constexpr = AFFINE or GATE != NO_GATE
+    HAS_ALPHA: gl.constexpr = AFFINE or GATE == HEADWISE
     s_q, s_k, s_v, s_o, s_y, s_before = memory
-    q_full, q_free, full, free, before_full, before_free = barriers
+    q_full, q_free, full, free, before_full, before_free, gate_full, gate_free = barriers
     p_order, most, p_tiles = order
-    H, T, kv_heads, factor, constant_sink, stride_sb, stride_sh, stride_st = sizes
+    H, T, kv_heads, factor, constant_sink, stride_sb, stride_sh, stride_st, stride_gb, stride_gh, stride_gt = sizes
     q = _block(s_q, group, M, D)
     o_row = group * M + gl.arange(0, M, S_ROWS)
     o_key = gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
@@ -161,6 +171,15 @@ def _attend(
         if AFFINE:
             b_alpha = gl.load(p_alpha + first + o_t, mask=row0 + o_t < T, other=0.0).to(gl.float32)
             b_beta = gl.load(p_beta + first + o_t, mask=row0 + o_t < T, other=0.0).to(gl.float32)
+        if GATE == HEADWISE:
+            p_row = p_gate + b.to(gl.int64) * stride_gb + h.to(gl.int64) * stride_gh
+            p_row += (row0 + o_t).to(gl.int64) * stride_gt
+            b_gate = gl.load(p_row, mask=row0 + o_t < T, other=0.0).to(gl.float32)
+            if AFFINE:  # as one with them: fewer numbers to keep through the loop
+                b_alpha *= b_gate
+                b_beta *= b_gate
+            else:
+                b_alpha = b_gate
         if SINK == LEARNED_SINK:
             p_row = p_sink + b.to(gl.int64) * stride_sb + h.to(gl.int64) * stride_sh + (row0 + o_row) * stride_st
             b_sink = gl.load(p_row, mask=row0 + o_row < T, other=0.0).to(gl.float32)
@@ -176,6 +195,10 @@ def _attend(
         b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
         b_p, b_max, b_shift, b_sum = _weights(b_qk, b_max, factor, M, N, S_ROWS)
         b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
+        if GATE == ELEMENTWISE:
+            # By now the last tile's y has left the place where this one's gate comes to lie.
+            tma.store_wait(0)
+            mbarrier.arrive(gate_free.index(group), count=1)
         b_acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         i += 1
         _wait_for(i, full, STAGES)
@@ -207,7 +230,9 @@ def _attend(
         t_acc = warpgroup_mma(b_weight, _block(s_v, slot, N, D), b_acc, is_async=True)
         if AFFINE:
             o_n = gl.arange(0, M, gl.SliceLayout(0, W_LAYOUT))
-            o_m = gl.arange(0, M, gl.SliceLayout(1, W_LAYOUT))
+            # Plus 0, which the compiler does not know: registers of an operand that are constant ptxas may fill after
+            # the product has begun to read them.
+            o_m = gl.arange(0, M, gl.SliceLayout(1, W_LAYOUT)) + (row0 >> 31)
             b_ones = gl.where(o_n[None, :] <= o_m[:, None], 1.0, 0.0).to(s_v.dtype)
             values = _block(s_k, slot, N, D).slice(group * M, M)
             t_u = warpgroup_mma(b_ones, values, gl.zeros([M, D], gl.float32, O_LAYOUT), use_acc=False, is_async=True)
@@ -224,7 +249,7 @@ def _attend(
             b_top = b_new
         b_factor = gl.convert_layout(b_kept / b_total, O_ROWS)
         b_lse = b_top + gl.log2(b_total) * LN2
-        if AFFINE:  # alpha goes into what the stock backward takes for its weights
+        if HAS_ALPHA and GATE != ELEMENTWISE:  # goes into what the stock backward takes for its weights
             b_lse -= gl.log(gl.abs(gl.convert_layout(b_alpha, S_ROWS)))
         gl.store(p_lse + first + o_row, b_lse, mask=row0 + o_row < T)
         if AFFINE:
@@ -238,15 +263,25 @@ def _attend(
         mbarrier.arrive(free.index(slot), count=1)
         i += 1
         b_out = b_acc * b_factor[:, None]
+        if GATE == ELEMENTWISE:
+            mbarrier.wait(gate_full.index(group), n & 1)
+            b_gate = _block(s_y, group, M, D).load(O_LAYOUT).to(gl.float32)
         tma.store_wait(0)  # of the last tile
         _block(s_o, group, M, D).store(b_out.to(s_o.dtype))
-        if AFFINE:
-            b_y = b_alpha[:, None] * b_out + b_beta[:, None] * b_u
+        if HAS_Y:
+            b_y = b_out
+            if HAS_ALPHA:
+                b_y *= b_alpha[:, None]
+            if AFFINE:
+                b_y += b_beta[:, None] * b_u
+            if GATE == ELEMENTWISE:
+                b_y *= b_gate
             _block(s_y, group, M, D).store(b_y.to(s_y.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(d_o, [b, h, row0 + group * M, 0], s_o.index(group))
-        if AFFINE:
+        if HAS_Y:
             tma.async_copy_shared_to_global(d_y, [b, h, row0 + group * M, 0], s_y.index(group))
+        if AFFINE:
             # For the backward: the sum before every SAVED tokens, by one head of those that share it.
             o_d = gl.arange(0, D, O_COLUMNS)
             saved = gl.cdiv(T, SAVED)
@@ -262,13 +297,15 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["most"])
 def hopper_forward_kernel(
-    d_q, d_k, d_v, d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_sums, p_before, p_order, p_tiles, most, H, kv_heads, T,
-    factor, constant_sink, stride_sb, stride_sh, stride_st, segments, blocks, block_segments,
+    d_q, d_k, d_v, d_gate, d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_gate, p_sums, p_before, p_order, p_tiles, most,
+    H, kv_heads, T, factor, constant_sink, stride_sb, stride_sh, stride_st, stride_gb, stride_gh, stride_gt,
+    segments, blocks, block_segments,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINK: gl.constexpr, AFFINE: gl.constexpr,
-    SEGMENT: gl.constexpr, SAVED: gl.constexpr,
+    GATE: gl.constexpr, SEGMENT: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """o = softmax(q k') v with a sink, and its log-sum-exp. With AFFINE also y = alpha * o + beta * (sums of v), log
-    |alpha| off the log-sum-exp, and the sum of values before every SAVED tokens: what the engine's backward wants."""
+    """o = softmax(q k') v with a sink, and its log-sum-exp. With AFFINE or a gate also y = gate * (alpha * o + beta *
+    (sums of v)), and what the engine's backward wants: log |row factor| off the log-sum-exp, the sum of values before
+    every SAVED tokens."""
     M: gl.constexpr = N // 2
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     s_q = gl.allocate_shared_memory(d_q.dtype, [2, 1, 1, M, D], d_q.layout)
@@ -276,13 +313,16 @@ def hopper_forward_kernel(
     s_v = gl.allocate_shared_memory(d_q.dtype, [STAGES, 1, 1, N, D], d_v.layout)
     s_o = gl.allocate_shared_memory(d_q.dtype, [2, 1, 1, M, D], d_o.layout)
     s_y, s_before = s_o, s_o
-    if AFFINE:
+    if AFFINE or GATE != NO_GATE:
         s_y = gl.allocate_shared_memory(d_q.dtype, [2, 1, 1, M, D], d_o.layout)
+    if AFFINE:
         s_before = gl.allocate_shared_memory(gl.float32, [4, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     before_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     before_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    gate_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    gate_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for two in gl.static_range(2):
@@ -290,25 +330,27 @@ def hopper_forward_kernel(
         mbarrier.init(q_free.index(two), count=1)
         mbarrier.init(before_full.index(two), count=1)
         mbarrier.init(before_free.index(two), count=2)
+        mbarrier.init(gate_full.index(two), count=1)
+        mbarrier.init(gate_free.index(two), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    inputs, memory = (d_q, d_k, d_v), (s_q, s_k, s_v, s_o, s_y, s_before)
-    barriers = (q_full, q_free, full, free, before_full, before_free)
-    tensors = (d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_before)
+    inputs, memory = (d_q, d_k, d_v, d_gate), (s_q, s_k, s_v, s_o, s_y, s_before)
+    barriers = (q_full, q_free, full, free, before_full, before_free, gate_full, gate_free)
+    tensors = (d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_gate, p_before)
     order, sums = (p_order, most, p_tiles), (p_sums, segments, blocks, block_segments)
-    sizes = (H, T, kv_heads, factor, constant_sink, stride_sb, stride_sh, stride_st)
+    sizes = (H, T, kv_heads, factor, constant_sink, stride_sb, stride_sh, stride_st, stride_gb, stride_gh, stride_gt)
     if AFFINE:
         gl.warp_specialize([
-            (_attend, (0, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, SAVED)),
-            (_attend, (1, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, SAVED)),
+            (_attend, (0, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, GATE, SAVED)),
+            (_attend, (1, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, GATE, SAVED)),
             (_bring_sums, (sums, memory, barriers, order, kv_heads, M, D, SEGMENT)),
-            (_load, (inputs, memory, barriers, order, M, N, D, STAGES, AFFINE)),
+            (_load, (inputs, memory, barriers, order, M, N, D, STAGES, AFFINE, GATE)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (0, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, SAVED)),
-            (_attend, (1, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, SAVED)),
-            (_load, (inputs, memory, barriers, order, M, N, D, STAGES, AFFINE)),
+            (_attend, (0, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, GATE, SAVED)),
+            (_attend, (1, tensors, memory, barriers, order, sizes, M, N, D, STAGES, SINK, AFFINE, GATE, SAVED)),
+            (_load, (inputs, memory, barriers, order, M, N, D, STAGES, AFFINE, GATE)),
         ], [4, 1], [240, 24])  # fmt: skip
