@@ -17,7 +17,8 @@ test: .venv/.installed $(OLDEST_TRITON) lint
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/test_aot.py
 
 test-gpu: .venv/.installed
-	$(BIN)/python -m pytest -m gpu
+	# Most of their time they compile, on the CPU.
+	$(BIN)/python -m pytest -n 8 -m gpu
 
 # Every kernel under CUDA's memory and race checkers, which are slow: one odd shape with every kind of mask, and a long one.
 # Without torch's cache of memory, where what lies past a tensor's end would belong to its neighbour. The race checker does

@@ -259,6 +259,13 @@ def test_the_forward_in_one_kernel_overlaps_products_and_exponentials(sink, is_a
     assert not _overwritten_operands(code)
 
 
+def test_an_operand_overwritten_while_it_is_read_is_found():
+    product, wait = "/*0000*/ HGMMA.64x64 R24, R56, gdesc[UR4], R24, gsb0;", "/*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0;"
+    constant = "/*0020*/ MOV R58, 0x3f80;"
+    assert _overwritten_operands(product + constant + wait) == ["MOV R58, 0x3f80"]
+    assert not _overwritten_operands(product + wait + constant)
+
+
 def test_programs_of_that_forward_share_its_tiles_evenly():
     for batch, heads, blocks in product((1, 3), (2, 40), (1, 16)):
         with torch.device("meta"):  # the default one must not matter

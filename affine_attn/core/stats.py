@@ -48,19 +48,24 @@ def attention_stats(
         rows = _score_statistics(call, first_key)
     z, count = rows.lse, call.count()
     seen = count > 0
-    sinks = sink_rows(call, slice(None))
-    kept = torch.where(seen, torch.ones_like(z) if sinks is None else torch.sigmoid(z - sinks), 0.0)
-    taken = torch.zeros_like(kept) if sinks is None else 1 - kept
-    softmax_entropy = torch.where(seen, z - rows.mean, 0.0)
-    normaliser = z if sinks is None else torch.logaddexp(z, sinks.to(z.dtype))
-    first = torch.where(seen, torch.exp(rows.first - normaliser), 0.0)
-    a = 1.0 if alpha is None else alpha
-    b = 0.0 if beta is None else beta
+    # On a GPU every operation is a launch, as long as some of the kernel's time: only those that a call needs.
+    entropy, normaliser = z - rows.mean, z
+    kept, taken = seen.expand_as(z).to(z.dtype), torch.zeros_like(z)
+    if (sinks := sink_rows(call, slice(None))) is not None:
+        kept = torch.where(seen, torch.sigmoid(z - sinks), 0.0)
+        taken = 1 - kept
+        entropy = kept * entropy - torch.xlogy(kept, kept)
+        normaliser = torch.logaddexp(z, sinks.to(z.dtype))
+    first, row_sum = torch.exp(rows.first - normaliser), kept
+    if alpha is not None:
+        first, row_sum = alpha * first, alpha * kept
+    if beta is not None:
+        first, row_sum = first + beta, row_sum + count * beta
     pairs = count.expand(q.shape[0], 1, call.tq).sum(-1)
     return AttentionStats(
-        (kept * softmax_entropy - torch.xlogy(kept, kept)).float(),
-        torch.where(seen, a * first + b, 0.0).float(),
-        (a * kept + count * b).float(),
+        torch.where(seen, entropy, 0.0).float(),
+        torch.where(seen, first, 0.0).float(),
+        row_sum.float(),
         taken.float(),
         (rows.total.sum(-1, dtype=torch.float64) / pairs.clamp(min=1)).float(),
         rows.largest.amax(-1).float() if call.tq else z.new_full(q.shape[:2], float("-inf")).float(),
