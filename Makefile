@@ -16,8 +16,8 @@ test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/test_aot.py
 
+# Most of their time these tests compile, on the CPU.
 test-gpu: .venv/.installed
-	# Most of their time they compile, on the CPU.
 	$(BIN)/python -m pytest -n 8 -m gpu
 
 # Every kernel under CUDA's memory and race checkers, which are slow: one odd shape with every kind of mask, and a long one.
