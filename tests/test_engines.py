@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from affine_attn import attention, attention_stats
-from affine_attn.core import hopper
+from affine_attn.core import fused, hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
@@ -288,6 +288,15 @@ def test_the_forward_in_one_kernel_in_cuda_graphs():
     results = [compiled(**tensors).clone() for _ in range(3)]
     for result in results:
         torch.testing.assert_close(result, attention(**inputs))
+
+
+def test_more_heads_than_an_axis_of_a_grid_has_programs(monkeypatch):
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+    q = torch.empty(40_000, 2, 1, 64, dtype=torch.bfloat16, device="meta")
+    call = checked_call(q, q, q, alpha=q[..., 0].float(), beta=q[..., 0].float())
+    for module in (fused, hopper, ENGINES["triton"]):
+        assert "65535 heads" in module.why_not(call)
+    assert ENGINES["decode"].why_not(call) is None  # its grid has the sequences alone there
 
 
 FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]

@@ -62,6 +62,8 @@ _CHUNK, _CHUNK_COLUMNS = 4, 384
 _ROWS = 1024
 # Blocks of segments, over which the sums of values walk: tokens at least, number at most, columns of a program.
 _BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
+# Heads of all sequences: the second axis of a grid is no longer.
+_MOST_HEADS = 65535
 # Numbers of dv that a program adds to.
 _DV_ELEMENTS = 2048
 # From so many queries on, a second stream is worth its launches.
@@ -92,14 +94,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def why_not(call: Call) -> str | None:
     """Why the fused epilogue cannot serve this call, or None."""
+    if (reason := why_no_kernels(call)) is not None:
+        return reason
+    if (heads := call.q.shape[0] * call.heads) > _MOST_HEADS:
+        return f"the fused epilogue takes at most {_MOST_HEADS} heads of all sequences together, not {heads}"
+    return None
+
+
+def why_no_kernels(call: Call) -> str | None:
+    """Why no kernel of Triton can serve this call, or None."""
     if _TRITON_PROBLEM is not None:
         return _TRITON_PROBLEM
     if call.q.device.type != "cuda" and not INTERPRETED:
         return "Triton kernels need a CUDA device"
     if call.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the fused epilogue takes bfloat16, float16 or float32, not {call.q.dtype}"
+        return f"Triton kernels take bfloat16, float16 or float32, not {call.q.dtype}"
     if call.q.shape[-1] > 256:
-        return f"the fused epilogue takes head_dim up to 256, not {call.q.shape[-1]}"
+        return f"Triton kernels take head_dim up to 256, not {call.q.shape[-1]}"
     return None
 
 

@@ -34,7 +34,7 @@ _STAGES = 3
 
 
 def why_not(call: Call) -> str | None:
-    if (reason := fused.why_not(call)) is not None:
+    if (reason := fused.why_no_kernels(call)) is not None:
         return reason
     if call.needs_grad:
         return "it has no backward"
