@@ -3,7 +3,6 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -188,106 +187,6 @@ def test_row_factors_of_either_sign_on_cuda(name, mask, shape):
     before = dy.clone()
     attention(**leaves, mask=visible, impl="auto").backward(dy)
     assert torch.equal(dy, before)
-
-
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
-# Tiles of 128 rows in two halves: cut short, whole, several to a program.
-ONE_KERNEL = [
-    *(Shape(2, 6, 2, n, n, 64) for n in (1, 2, 63, 65, 128, 129, 300)),
-    *(Shape(2, 6, 2, n, n, 128) for n in (1, 65, 300)),
-    *(Shape(1, 4, 4, 1100, 1100, head_dim) for head_dim in (64, 128)),
-    *(Shape(3, 40, 8, 777, 777, head_dim) for head_dim in (64, 128)),
-]
-
-ONE_KERNEL_SPECS = {
-    **{name: SPECS[name] for name in ("off_by_one", "sink", "affine", "gated", "gated_headwise", "affine_gated")},
-    "sink+affine": replace(SPECS["affine"], sink="learned"),
-    "logn+affine": replace(SPECS["affine"], logit=SPECS["logn"].logit),
-    "sink+affine+elementwise": replace(SPECS["affine"], sink="learned", gate="elementwise"),
-    "sink+affine+headwise": replace(SPECS["affine"], sink="learned", gate="headwise"),
-}
-
-
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ONE_KERNEL, ids=str)
-@pytest.mark.parametrize("name", ONE_KERNEL_SPECS)
-def test_the_forward_in_one_kernel(name, shape, dtype):
-    inputs = random_inputs(ONE_KERNEL_SPECS[name], shape, dtype, "cuda")
-    inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-    in_models = {
-        x: inputs[x].transpose(1, 2).contiguous().transpose(1, 2) for x in ("q", "k", "v", "gate") if x in inputs
-    }
-    large = {"sink": inputs["sink"] + 200} if isinstance(inputs.get("sink"), torch.Tensor) else {}
-    for changed in (inputs, inputs | in_models, inputs | large):
-        assert hopper.why_not(checked_call(**changed)) is None
-        assert not [d for d in deviations("sdpa", changed) if not d.within]
-        assert torch.equal(attention(**changed, impl="sdpa"), attention(**changed, impl="sdpa"))
-
-
-@pytest.mark.gpu
-@on_hopper
-def test_the_forward_in_one_kernel_takes_views():
-    """Slices of one projection, as a model makes them, and a sink for every token."""
-    inputs = random_inputs(SPECS["sink"], Shape(2, 4, 4, 300, 300, 64), torch.bfloat16, "cuda")
-    qkv = torch.cat([inputs[x].transpose(1, 2) for x in ("q", "k", "v")], 2)
-    q, k, v = (x.transpose(1, 2) for x in qkv.split(4, 2))
-    sink = torch.randn(2, 4, 300, 8, device="cuda")[..., 3]
-    changed = inputs | {"q": q, "k": k, "v": v, "sink": sink}
-    assert hopper.why_not(checked_call(**changed)) is None
-    assert not [d for d in deviations("sdpa", changed) if not d.within]
-
-
-@pytest.mark.gpu
-@on_hopper
-def test_the_forward_in_one_kernel_over_many_steps():
-    """A factor that should be 1 is multiplied in 127 times; the backward makes its weights of this number."""
-    q, k, v = torch.randn(3, 1, 1, 16384, 64, device="cuda")
-    q *= 300 / (q[:, :, -256:] @ k.mT).abs().max() * 8
-    call = checked_call(*(x.bfloat16() for x in (q, k, v)), sink=-1e4)
-    last = call.q[:, :, -256:].double() @ call.k.mT.double() / 8
-    visible = torch.arange(16384, device="cuda") <= torch.arange(16384 - 256, 16384, device="cuda")[:, None]
-    exact = last.masked_fill(~visible, float("-inf")).logsumexp(-1)
-    assert float((hopper.forward(call).saved_lse[:, :, -256:] - exact).abs().max()) < 5e-4
-
-
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("sink", [3e10, float("inf"), float("-inf")])
-def test_the_forward_in_one_kernel_with_sinks_beyond_measure(sink):
-    inputs = random_inputs(SPECS["sink"], Shape(1, 2, 2, 200, 200, 64), torch.bfloat16, "cuda")
-    sinks = torch.full_like(inputs["sink"], sink).requires_grad_()
-    y = attention(**inputs | {"sink": sinks}, impl="sdpa")
-    (gradient,) = torch.autograd.grad(y.float().square().sum(), sinks)
-    expected = torch.zeros_like(y) if sink > 0 else attention(**inputs | {"sink": None})
-    torch.testing.assert_close(y, expected, atol=0.02, rtol=0.02)
-    assert torch.equal(gradient, torch.zeros_like(gradient))
-
-
-@pytest.mark.gpu
-@on_hopper
-def test_the_forward_in_one_kernel_in_cuda_graphs():
-    """A graph goes on reading the table of tiles, whatever ran since; and one may be made by the compiler."""
-    inputs = random_inputs(SPECS["affine"], Shape(2, 4, 2, 640, 640, 64), torch.bfloat16, "cuda")
-    expected = attention(**inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = attention(**inputs)
-    for length in range(128, 1280, 128):
-        attention(**random_inputs(SPECS["affine"], Shape(1, 2, 2, length, length, 64), torch.bfloat16, "cuda"))
-    y.zero_()
-    graph.replay()
-    assert torch.equal(y, expected)
-    # Of a shape whose table is not made yet.
-    inputs = random_inputs(SPECS["affine"], Shape(3, 4, 2, 640, 640, 64), torch.bfloat16, "cuda")
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-    compiled = torch.compile(lambda **x: attention(**x) + 0, mode="reduce-overhead")
-    results = [compiled(**tensors).clone() for _ in range(3)]
-    for result in results:
-        torch.testing.assert_close(result, attention(**inputs))
 
 
 def test_more_heads_than_an_axis_of_a_grid_has_programs(monkeypatch):
