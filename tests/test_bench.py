@@ -140,12 +140,18 @@ def test_new_rows_replace_old_ones_and_a_baseline_counts_once(tmp_path):
 def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     named = {"baseline": "plain SDPA (cuDNN)", "peak_mib": "10"}
     rows = [_row(shape, "affine", "forward+backward", ratio="1.05", **named) for shape in plot.LENGTHS]
+    rows += [_row("3B", "sink", "forward+backward", ratio="0.99", **named)]
+    rows += [_row("3B", named["baseline"], "forward+backward", ratio="1", **named)]
     rows += [_row("d", "affine", "decode", ratio="0.9", fraction_of_copy="0.8", **named)]
-    rows += [_row("3B", "affine, forward", "epilogue", fraction_of_copy="0.75")]
-    attention, decoding, epilogue = readme.tables(rows)[1::2]
+    parts = ("affine, forward", "affine, backward", "sink, forward")
+    rows += [_row("3B", part, "epilogue", fraction_of_copy="0.75") for part in parts]
+    attention, decoding, epilogue, added = readme.tables(rows)[1::2]
     assert "| affine | 1.05 (1) | 1.05 (1) | 1.05 (1) | 10 |" in attention
     assert "| affine | 0.90 (80%) |" in decoding
     assert "| affine, forward | 1000 (75%) |" in epilogue
+    # 1.5 ms at the speed of a copy, and a twentieth of a millisecond was added.
+    assert "| affine | 50 (3000%) |" in added
+    assert "| sink | nothing |" in added
     pytest.importorskip("matplotlib")
     assert plot.draw(rows, tmp_path / "x.svg")
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
