@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,15 @@ def code_of(page: str) -> list[str]:
 
 
 def test_the_quickstart_runs():
-    core, models = code_of(README)
+    core, own_model, models = code_of(README)
     namespace: dict = {}
     exec(core, namespace)
     assert namespace["y"].shape == (2, 8, 128, 64)
     assert namespace["layer"].alpha.alpha_ma.abs().min() > 0
+    exec(own_model, namespace)
+    # The average is still 0, so beta = -alpha / 128.
+    q, k, v, alpha = (namespace[name] for name in ("q", "k", "v", "alpha"))
+    torch.testing.assert_close(namespace["y"], attention(q, k, v, alpha=alpha, beta=-alpha / 128))
     exec(models, namespace)
     assert namespace["endless"].shape == (1, 80) or namespace["endless"][0, -1] == 0
     prompt = namespace["prompt"]
@@ -112,12 +117,53 @@ def test_the_variants_table_is_current():
     assert variants_table() in README
 
 
-def test_every_file_of_the_tree_exists():
-    tree = README.split("## Where things are")[1].split("Reading order")[0]
-    names = re.findall(r"\b([a-z_]+\.py)\b", tree)
-    assert len(names) > 15
-    for name in names:
-        assert list(ROOT.rglob(name)), f"{name} is in the README's tree but not in the repository"
+def test_plain_attention_is_that_of_torch():
+    """As the README says to those who port a model."""
+    q, k, v = (torch.randn(2, heads, 10, 16) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v), expected)
+
+
+CODE = ("affine_attn", "benchmarks", "experiments", "docs", "tests", "hf_common")
+
+
+def files_of_the_tree() -> dict[str, set[str]]:
+    """Folder -> names, as the README's tree shows them: by indentation; what a line has no room for is below it."""
+    tree = README.split("## Where things are\n\n")[1].split("\n\nReading order")[0]
+    folders, found, here = {0: ""}, {}, ""
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent < 20:
+            parent = folders[max(n for n in folders if n < indent)]
+            entry = line.split()[0]
+            here = parent + entry if entry.endswith("/") else parent
+            folders = {n: folder for n, folder in folders.items() if n < indent} | {indent: here}
+        found.setdefault(here, set()).update(re.findall(r"[\w-]+\.(?:py|md)\b", line))
+    return {folder.rstrip("/"): names for folder, names in found.items()}
+
+
+def test_the_tree_has_every_file_and_no_other():
+    tree = files_of_the_tree()
+    packages = {path.parent for name in CODE[:3] for path in (ROOT / name).rglob("__init__.py")}
+    for folder in (*packages, ROOT / "docs"):
+        files = {path.name for path in folder.glob("[!_]*") if path.suffix in (".py", ".md")}
+        assert tree.get(str(folder.relative_to(ROOT)), set()) == files, folder
+
+
+def test_versions_and_extras_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    start = README.split("## Start")[1].split("## The equation")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", start, re.MULTILINE)) == set(extras) - {"test", "lint"}
+    oldest = dict(
+        re.match(r"([\w-]+)>=([\d.]+)", line).groups()
+        for line in sum(extras.values(), project["dependencies"])
+        if ">=" in line
+    )
+    python = project["requires-python"].removeprefix(">=")
+    assert f"Python {python} or newer and PyTorch {oldest['torch']} to" in start
+    assert f"transformers {oldest['transformers']} or newer" in start
+    assert f"Triton {oldest['triton']} or newer" in start
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,8 +196,8 @@ def test_every_command_has_its_options_and_fields(page):
 def test_every_file_that_the_page_on_variants_names_exists():
     names = re.findall(r"`(?:[a-z_]+/)*([a-z_]+\.py)`", VARIANT)
     assert len(names) > 15
-    for name in names:
-        assert list(ROOT.rglob(name)), f"{name} is named but not in the repository"
+    known = {path.name for folder in CODE for path in (ROOT / folder).rglob("*.py")}
+    assert not set(names) - known, "named but not in the repository"
 
 
 def test_the_gallery_shows_its_figures_and_all_of_them():
