@@ -17,6 +17,7 @@ from affine_attn.measure import side_by_side
 
 
 def check_variants(console: Console) -> None:
+    """Print a table of all variants; one outside the tolerance rule ends the program."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     check = Shape(batch=1, heads=4, kv_heads=2, tq=257, tk=257, head_dim=64)

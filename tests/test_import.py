@@ -1,6 +1,8 @@
 """The public names need torch alone and load when they are used, and imports inside the package point one way."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ PACKAGE = Path(affine_attn.__file__).parent
 HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets", "lm_eval", "typer")
 
 # From the bottom up: a file may import from its own layer and from layers earlier in this list. A new file gets a place
-# here. The order of DESIGN.md is spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
+# here. In short: spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
     {"__version__", "core.spec", "core.rope", "core.kernels", "measure"},
@@ -108,3 +110,18 @@ def test_every_public_name_exists():
     # Names that users and outside checks import.
     published = "attention attention_stats explain Mask AttentionSpec Affine ScaleInvariant LogN Alibi variant VARIANTS"
     assert set(published.split()) | {"AlphaGate", "AttentionLayer", "track_alpha"} <= set(affine_attn.__all__)
+
+
+def test_public_names_say_what_they_are():
+    import affine_attn.models as models
+
+    for module in (affine_attn, models):
+        for name in module.__all__:
+            assert getattr(module, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", ["attention", "AttentionLayer", "AlphaGate"])
+def test_every_argument_is_explained(name):
+    found = getattr(affine_attn, name)
+    words = set(re.findall(r"\w+", found.__doc__))
+    assert not set(inspect.signature(found).parameters) - words

@@ -156,7 +156,7 @@ def cache_teacher(
     device: Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print how large it will be, write nothing")] = False,
 ) -> None:
-    """Keep a teacher's largest log-probabilities for every token, to train with teacher=cache and no teacher in memory.
+    """Keep a teacher's largest logits for every token, to train with teacher=cache and no teacher in memory.
 
     Stopped at any moment, the same command goes on. Started once per GPU (--device cuda:0, cuda:1, ...), the processes
     share the work.

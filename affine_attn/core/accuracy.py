@@ -25,6 +25,8 @@ from affine_attn.core.spec import GATES, AttentionSpec
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a call: q [batch, heads, tq, head_dim], k and v [batch, kv_heads, tk, head_dim]."""
+
     batch: int
     heads: int
     kv_heads: int

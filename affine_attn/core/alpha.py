@@ -57,7 +57,11 @@ class _WideLinear(torch.autograd.Function):
 
 
 class AlphaGate(nn.Module):
-    """alpha = alpha_range * phi(W_a x), one fp32 scalar per token and head, and beta = (alpha_ma - alpha) / N."""
+    """alpha = alpha_range * phi(W_a x), one fp32 scalar per token and head, and beta = (alpha_ma - alpha) / N.
+
+    dim: the width of x, the normed hidden state that q_proj reads. heads: those of q. affine: phi, alpha_range and N.
+    init_std: of W_a. A training forward counts alpha; ``track_alpha`` makes the average alpha_ma of what was counted.
+    """
 
     def __init__(self, dim: int, heads: int, affine: Affine = Affine(), init_std: float = 0.02):
         super().__init__()
@@ -158,6 +162,7 @@ class AlphaGate(nn.Module):
 
 
 def alpha_gates(model: nn.Module) -> list[AlphaGate]:
+    """Those of all layers, in order."""
     return [module for module in model.modules() if isinstance(module, AlphaGate)]
 
 
@@ -192,7 +197,11 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
-    """Commit alpha_ma after every step of ``optimizer``. Calling it twice is the same as once."""
+    """Update alpha_ma (``commit_alpha``) after every step of ``optimizer``; call it once, before training.
+
+    Without it alpha_ma never changes, and beta is wrong. A second call does nothing. ``group``: the data-parallel ranks
+    to average over, by default all.
+    """
     # What accelerate makes of an optimizer has no hooks: the one inside it steps, at the end of an accumulation.
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_post_hook"):

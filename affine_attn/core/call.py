@@ -19,13 +19,15 @@ _SCORES_AT_ONCE = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Call:
+    """The arguments of ``attention``, checked, with scale > 0 and rows that are dense in memory."""
+
     q: Tensor  # [B, H, Tq, D]
     k: Tensor  # [B, Hkv, Tk, D]
     v: Tensor  # [B, Hkv, Tk, D]
     mask: Mask
     scale: float
     logit: Logit | None
-    sink: Tensor | float | None  # [H] or [B, H, Tq]
+    sink: Tensor | float | None  # a number, [H] or [B, H, Tq]
     alpha: Tensor | None  # [B, H, Tq]
     beta: Tensor | None  # [B, H, Tq]
     gate: Tensor | None  # [B, H, Tq, D or 1]

@@ -36,10 +36,15 @@ def attention(
 ) -> Tensor:
     """y = gate * ((alpha * softmax_with_sink(logit(scale q k^T)) + beta) v), [B, H, Tq, D].
 
-    q [B, H, Tq, D]; k, v [B, Hkv, Tk, D]: queries are the last Tq of the Tk positions, query head h reads kv head
-    h // (H / Hkv). scale: 1/sqrt(D) unless given. sink: None, a number, [H] or [B, H, Tq]. alpha, beta: [B, H, Tq].
-    gate: [B, H, Tq, D or 1]. q, k and v share a dtype; sink, alpha, beta and gate may have that or fp32.
-    impl: "auto", or an engine by name, which then raises with its reason instead of falling back.
+    q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D]. Queries are the last Tq of the Tk positions; query head h reads kv head
+        h // (H / Hkv). All three share a dtype; sink, alpha, beta and gate have that or fp32.
+    mask: causal by default, see :class:`Mask`.
+    scale: of q k^T, 1/sqrt(D) by default.
+    logit: None (plain), ``ScaleInvariant()``, ``LogN()``, ``Alibi()`` or a :class:`Logit` of your own.
+    sink: None, a number, [H] or [B, H, Tq]; exp(sink) joins the denominator of the softmax.
+    alpha, beta: [B, H, Tq], None for 1 and 0; beta is added on visible keys only.
+    gate: [B, H, Tq, D or 1], None for 1.
+    impl: "auto", or an engine by name, which raises with its reason where it cannot run the call.
     """
     call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)
     return ENGINES[choose(call, impl)].run(call)

@@ -27,10 +27,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:
-    """A function that makes a table for kernels, once for the same arguments.
+    """Decorates a function that makes a table for kernels: once for the same arguments.
 
-    None is ever dropped: CUDA graphs go on reading where it is. Of two threads that made the same one, one would lose
-    its own while a kernel may still read it, so they wait for each other.
+    No table is ever dropped, because CUDA graphs go on reading it where it lies. If two threads made the same one, the
+    cache would drop one of them while a kernel may still read it, so they wait for each other.
     """
     made, lock = functools.cache(make), threading.Lock()
 
@@ -43,7 +43,10 @@ def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:
 
 
 def uploaded(tables: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """CPU tensors on a device. Not while a graph is being captured, as torch says of all that is done there first."""
+    """CPU tensors, copied to a device.
+
+    Not while a CUDA graph is being captured: like all work that is done once, it belongs into the calls before that.
+    """
     if device.type != "cuda":
         return tuple(x.to(device) for x in tables)
     # In a thread of its own: what this one allocates may belong to a CUDA graph that is being made.

@@ -17,13 +17,13 @@ from affine_attn.core.call import Call
 from affine_attn.core.gpu import capability, kept, multiprocessors, uploaded
 from affine_attn.core.ops import Output
 
-# Slots of the ring by head_dim: what fits.
+# Slots of the ring by head_dim: as many as shared memory holds.
 STAGES = {64: 4, 128: 2}
 # Rows of a tile, and keys at a time.
 ROWS = 128
-# Heads whose tiles come before those of any other: their keys and values stay in the cache.
+# Heads at a time: all their tiles come before those of the next ones, so that their keys and values stay in the cache.
 _HEADS = 32
-# Of a tile's own cost, in blocks of keys: its first products, its epilogue.
+# What a tile costs besides its blocks of keys (its first products, its epilogue), as a number of blocks.
 _TILE_COST = 1.5
 
 

@@ -22,6 +22,10 @@ class KeyValueCache(Protocol):
 class AttentionLayer(nn.Module):
     """Causal self-attention of any member of the family, [B, T, dim] -> [B, T, dim].
 
+    attention: a variant's name or an ``AttentionSpec``. kv_heads: by default as many as heads. head_dim: by default
+    dim / heads. qkv_bias, out_bias: biases of the projections. qk_norm: RMSNorm on the heads of q and k, with norm_eps.
+    rope: None for no positions. layer_idx: the layer's number in a cache. init_std: of weights and learned sinks.
+
     The gates read the same (normed) hidden state as q_proj. Submodules are named as in Hugging Face Llama models.
     """
 
@@ -95,7 +99,10 @@ class AttentionLayer(nn.Module):
         cache: KeyValueCache | None = None,
         impl: str = "auto",
     ) -> Tensor:
-        """x [B, T, dim]; positions [B or 1, T] for RoPE (default: each token's slot); mask over the cached keys."""
+        """x [B, T, dim] -> [B, T, dim]. positions: [B or 1, T] for RoPE, by default 0 to T - 1; a cache needs them.
+
+        mask: over all keys, the cached ones included. impl: as in :func:`attention`.
+        """
         if x.ndim != 3:
             raise ValueError(f"AttentionLayer: x must be [batch, tokens, dim], got {list(x.shape)}")
         if not isinstance(mask, Mask):

@@ -19,7 +19,7 @@ _NO_KEY = torch.iinfo(torch.int64).max
 class Mask:
     """Which keys a query sees; all restrictions combine. Queries are the last Tq of the Tk (or ``lengths``) slots."""
 
-    causal: bool = True
+    causal: bool = True  # no key after the query's own
     window: int | None = None  # keys visible at most, the query's own included; needs causal
     documents: Tensor | None = None  # int [B, Tk], equal ids see each other
     padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only

@@ -25,6 +25,8 @@ _ARGUMENTS = (
 
 
 class Output(NamedTuple):
+    """What a forward returns: the result, and what its backward will be given."""
+
     y: Tensor
     saved_out: Tensor  # attention output after the sink; empty where y itself is that
     saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
@@ -37,8 +39,8 @@ Backward = Callable[[Call, Tensor, Output], Gradients]
 
 
 def on_its_device(function):
-    """The function of a call with the device of its tensors for the current one, where Triton launches its kernels: a
-    model that is spread over several GPUs does not set it."""
+    """The same function, run with the device of the call's tensors as the current one. Triton launches on the current
+    device, which a model that is spread over several GPUs does not set."""
 
     @functools.wraps(function)
     def run(call: Call, *rest):

@@ -32,14 +32,14 @@ _LOGITS: dict[str, "type[Logit]"] = {}
 
 @dataclass(frozen=True)
 class Logit:
-    """A stage 1. A subclass is a frozen dataclass of numbers with defaults, and no list has to name it.
+    """A stage 1. A subclass is a frozen dataclass of numbers with defaults; defining it is enough to register it.
 
-    ``kind`` is its name in JSON and operators; the two questions below it start with the careful answer.
+    A subclass says more than the two defaults only where it can: they are the careful answers.
     """
 
-    kind: ClassVar[str]
-    needs_causal = True
-    same_in_all_heads = False
+    kind: ClassVar[str]  # its name in JSON and operators
+    needs_causal = True  # refuse Mask(causal=False)
+    same_in_all_heads = False  # else tensor parallelism refuses it: a rank knows only its own heads
 
     def __init_subclass__(cls):
         if not hasattr(cls, "kind"):
@@ -143,13 +143,13 @@ class Affine:
     (then the output depends on how a sequence is cut into calls).
     """
 
-    phi: str = "linear_clipping"
-    length: int | Literal["keys"] = 2048
+    phi: str = "linear_clipping"  # alpha = alpha_range * phi(W_a x); a key of ACTIVATIONS
+    length: int | Literal["keys"] = 2048  # that of training sequences
     alpha_range: float = 1.0
-    momentum: float = 0.9
-    start: float = 0.0
-    per_head: bool = True
-    beta: bool = True
+    momentum: float = 0.9  # of the moving average alpha_ma
+    start: float = 0.0  # of alpha_ma
+    per_head: bool = True  # one average for each head, or one for all heads of the layer
+    beta: bool = True  # False: w = alpha * p
 
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
@@ -169,12 +169,12 @@ class Affine:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """logit -> sink -> affine -> gate; ``None`` switches a stage off."""
+    """Which attention a layer computes: logit -> sink -> affine -> gate; ``None`` switches a stage off."""
 
     logit: Logit | None = None
-    sink: float | Literal["learned"] | None = None
+    sink: float | Literal["learned"] | None = None  # 0.0 is off-by-one softmax; "learned": one per head
     affine: Affine | None = None
-    gate: str | None = None
+    gate: str | None = None  # a key of GATES
 
     def __post_init__(self):
         if self.logit is not None and type(self.logit) not in _LOGITS.values():
@@ -196,6 +196,7 @@ class AttentionSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "AttentionSpec":
+        """The spec of what :meth:`to_dict` gave; missing entries have their defaults, unknown ones are refused."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(f"AttentionSpec: unknown entries {sorted(unknown)}; allowed are {sorted(known)}")

@@ -39,7 +39,10 @@ def attention_stats(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> AttentionStats:
-    """Entropy, first-token weight, row sum, sink mass and logit statistics of the weights ``attention`` would use."""
+    """Statistics of the weights that :func:`attention` would use for the same arguments, which mean the same here.
+
+    Values and gate are not asked for: they do not change the weights.
+    """
     call = checked_call(q, k, None, mask, scale, logit, sink, alpha, beta, None)
     first_key = mask.first(call.tq, call.tk, q.device)
     if triton.why_not_statistics(call) is None:

@@ -9,6 +9,7 @@ _OPTIONS: dict[str, str | int | bool] = {"realize_reads_threshold": 6}
 
 
 def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the decoder layers of a model in place, when they are first called."""
     blocks = model._no_split_modules or ()
     for module in model.modules():
         if type(module).__name__ in blocks:

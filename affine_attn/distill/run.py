@@ -143,7 +143,7 @@ def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         warmup_steps=recipe.warmup_steps,
         lr_scheduler_kwargs={"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
         bf16=recipe.dtype == "bfloat16",
-        # What autocast leaves in fp32: the product behind alpha, slow without tensor cores.
+        # For products that autocast leaves in fp32, which are slow without tensor cores.
         tf32=recipe.dtype == "bfloat16" and torch.cuda.is_available(),
         gradient_checkpointing=recipe.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},

@@ -84,6 +84,8 @@ class AffineAttnAttention(AttentionLayer):
 
 
 class AffineAttnDecoderLayer(LlamaDecoderLayer):
+    """Llama's, with ``AffineAttnAttention``."""
+
     def __init__(self, config: AffineAttnConfig, layer_idx: int):
         # Not LlamaDecoderLayer's: it would fill a second attention with random numbers first.
         GradientCheckpointingLayer.__init__(self)
@@ -95,6 +97,8 @@ class AffineAttnDecoderLayer(LlamaDecoderLayer):
 
 
 class AffineAttnRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay fp32."""
+
     def _apply(self, fn, recurse=True):
         """.to(bfloat16) must not round the frequencies: far tokens would turn by radians less, or more, until the model
         is saved, without them, and loaded."""
@@ -107,6 +111,8 @@ class AffineAttnRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
+    """What AffineAttn models have in common: how they are loaded, and how their parameters start."""
+
     config: AffineAttnConfig
     config_class = AffineAttnConfig
     # One implementation, see AffineAttnConfig; its engines are chosen call by call.
