@@ -13,7 +13,7 @@ from affine_attn.cli import evaluation, models, start, training
 app = typer.Typer(
     name="affine-attn",
     help="Attention whose weights need not sum to one: affine scaling, sinks, gates and distance logits.",
-    epilog="From text to a report: prepare, distill, eval, analyze, report; demo does all of it, small. "
+    epilog="From text to a report: prepare, distill, eval, analyze, report; demo does it small, without eval. "
     "Exit codes: 0 done, 2 wrong input (one line says what), 130 stopped by Ctrl-C, 143 by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
