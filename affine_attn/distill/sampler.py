@@ -53,7 +53,7 @@ class GlobalSampler(Sampler[int]):
 
     ``consumed`` counts global samples that were trained on. Iteration starts there, at no cost. The training loop moves
     it on (``advance``): the sampler cannot, because the workers of a DataLoader draw numbers ahead of training. Trainer
-    skips by itself when it resumes, in 0.1 s for a million samples; there ``consumed`` must stay 0.
+    skips by itself when it resumes; there ``consumed`` must stay 0.
     """
 
     def __init__(
