@@ -58,19 +58,19 @@ _TILES_WITHOUT_SUMS = {
 }
 # Most query heads a program has in flight, and most columns of them: more would not fit its registers.
 _CHUNK, _CHUNK_COLUMNS = 4, 384
-# Rows that a sign check covers.
+# Rows of which a program of negate_rows_kernel looks at the signs.
 _ROWS = 1024
-# Blocks of segments, over which the sums of values walk: tokens at least, number at most, columns of a program.
+# The sums of values go block by block of segments: tokens of a block at least, blocks at most, columns of a program.
 _BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
-# Heads of all sequences: the second axis of a grid is no longer.
+# Heads of all sequences together: CUDA's limit for the second axis of a grid.
 _MOST_HEADS = 65535
 # Numbers of dv that a program adds to.
 _DV_ELEMENTS = 2048
 # From so many queries on, a second stream is worth its launches.
 _LONG = 1024
 # Cycles that the second stream waits, so that the stock kernel has taken its multiprocessors before ours ask for any:
-# in the forward, and in the backward per element of q. There the products of do and o come first, and beside a kernel
-# that moves as much memory as ours nothing is gained.
+# in the forward, and in the backward per element of q. A stock backward begins with a kernel for <do, o>, which moves
+# as much memory as ours, so that nothing is gained beside it.
 _FORWARD_LEAD, _BACKWARD_LEAD = 1_000, 0.003
 
 
@@ -235,8 +235,8 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
 
 
 class _RowGradients:
-    """Gradients of sink, alpha, beta and gate, and what dv wants besides the attention's. All buffers come first:
-    what a second stream fills must belong to the first."""
+    """Gradients of sink, alpha, beta and gate, and what beta adds to dv. All buffers are allocated first, on the main
+    stream, to which they must belong although a second one fills them."""
 
     def __init__(self, call: Call, dy: Tensor, o: Tensor, output: Output):
         self.call, self.dy, self.o, self.output = call, dy, o, output
@@ -244,7 +244,7 @@ class _RowGradients:
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
         gate = call.gate if gate_kind(call.gate) == ELEMENTWISE else None
-        # Wide slices where the registers have room: one of sink, beta and gate, and no third tensor.
+        # Wide slices where registers have room: with one of sink, beta and gate alone, and no tensor besides dy and o.
         is_light = gate is None and sum(x is not None for x in (sink, call.beta, call.gate)) == 1
         self.columns = plan.tile.backward_columns if is_light else plan.tile.columns
         # Gradients of numbers per row: every slice of columns writes its part.
@@ -283,7 +283,7 @@ class _RowGradients:
             )
 
     def settle(self, dv: Tensor) -> None:
-        """Add to dv what each value is seen by, and restore the rows of dy that were negated."""
+        """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
         call, plan = self.call, self.plan
         batch, kv_heads, _, head_dim = call.v.shape
         is_negated, gate = self.do is None, call.gate
@@ -335,7 +335,7 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
-    """Negate in place the rows of dy with a negative factor; twice is never."""
+    """Negate in place the rows of dy with a negative factor; a second call restores them."""
     alpha, gate = contiguous_rows(call.alpha), call.gate
     if alpha is None and gate is None:
         return
