@@ -272,16 +272,18 @@ class _Multiprocessor:
     def run(self, parts: list[tuple[Callable, tuple]]) -> None:
         everyone = [_Part(self, *part) for part in parts]
         # Some are much slower than others, and so are copies: what works in step need not out of it.
-        weights = [10 ** self.chance.uniform(-3, 3) for _ in everyone]
-        slowness = 10 ** self.chance.uniform(-3, 3)
+        speeds = [10 ** self.chance.uniform(-3, 3) for _ in everyone]
+        speed_of_copies = 10 ** self.chance.uniform(-3, 3)
         try:
             while not all(part.is_done for part in everyone):
-                ready = [(w, part) for w, part in zip(weights, everyone, strict=True)
-                         if not part.is_done and part.is_ready()]  # fmt: skip
-                choices = ready + [(slowness, load) for load in self.loads]
+                choices = {
+                    part: speed
+                    for part, speed in zip(everyone, speeds, strict=True)
+                    if not part.is_done and part.is_ready()
+                } | dict.fromkeys(self.loads, speed_of_copies)
                 if not choices:
                     raise Fault("the parts wait for each other for ever")
-                (_, chosen), = self.chance.choices(choices, [weight for weight, _ in choices])  # fmt: skip
+                (chosen,) = self.chance.choices(list(choices), list(choices.values()))
                 if isinstance(chosen, _Load):
                     self.loads.remove(chosen)
                     chosen.arrive()
