@@ -1,6 +1,7 @@
 """Compiled in one graph, traced as operators, or recomputed: the numbers are those of eager."""
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,6 +51,27 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq):
         for function in (compiled, attention)
     ]
     _assert_same(*results)
+
+
+@torch.no_grad()
+def test_flex_is_one_graph_for_all_masks_of_a_kind():
+    """Packed batches have a new mask each, made outside of the compiled step or in it."""
+    inputs, graphs = random_inputs(SPECS["affine"], Shape(1, 4, 2, 9, 9, 16)), []
+
+    def backend(graph: torch.fx.GraphModule, _) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(mask: Mask, documents: Tensor) -> Tensor:
+        inner = attention(**inputs, mask=Mask(causal=False, documents=documents), impl="flex")
+        return inner + attention(**inputs, mask=mask, impl="flex")
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for cut in range(1, 4):
+        documents = (torch.arange(9) >= cut).long()[None]
+        mask = Mask(documents=documents)
+        torch.testing.assert_close(compiled(mask, documents), function(mask, documents))
+    assert len(graphs) == 1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from affine_attn import attention, attention_stats
+from affine_attn import Mask, attention, attention_stats
 from affine_attn.core import fused, hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
+from affine_attn.core.engines import flex
 from affine_attn.core.gpu import kept
 from affine_attn.core.ops import on_its_device
 from tests.cases import CASES, MASKS, SPECS, Case
@@ -49,6 +50,31 @@ def test_flex_forward_on_cpu_agrees(case: Case):
     y = attention(**inputs, mask=mask, impl="flex")
     expected = attention(**inputs, mask=mask, impl="reference")
     torch.testing.assert_close(y, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_mask_whose_tensors_are_changed_in_place(dtype, inference):
+    """A static cache that counts its slots in one tensor; FlexAttention's block masks are remembered by mask."""
+    inputs = random_inputs(SPECS["affine"], Shape(2, 4, 2, 3, 300, 16))
+    with torch.inference_mode(inference):
+        mask = Mask(lengths=torch.tensor([5, 6], dtype=dtype))
+        for _ in range(3):
+            mask.lengths.add_(97)
+            expected = attention(**inputs, mask=mask, impl="reference")
+            torch.testing.assert_close(attention(**inputs, mask=mask, impl="flex"), expected, atol=2e-5, rtol=2e-5)
+            # The blocks themselves, which on the CPU nothing reads.
+            built = flex._block_mask(checked_call(**inputs, mask=mask))
+            assert built.kv_num_blocks[:, 0, 0].tolist() == [-(-n // 128) for n in mask.lengths.tolist()]
+
+
+def test_a_mask_that_an_evaluation_saw_first_can_be_trained_with():
+    """FlexAttention keeps the block mask for its backward, which takes no tensor of inference mode."""
+    call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 2, 9, 9, 16)), mask=Mask(window=4))
+    with torch.inference_mode():
+        built = flex._block_mask(call)
+    assert flex._block_mask(call) is built
+    assert not built.kv_indices.is_inference()
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "blocked"])

@@ -27,7 +27,8 @@ DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 # Below 128 queries FlexAttention would take another kernel, which has no tile for more than 128 queries of a group.
 _KERNEL_OPTIONS = FlexKernelOptions(FORCE_USE_FLEX_ATTENTION=True)
 
-_block_masks: WeakKeyDictionary[Mask, dict[tuple, BlockMask]] = WeakKeyDictionary()
+# By mask and shape: the versions of the mask's tensors, which count changes in place, and what was built from them.
+_block_masks: WeakKeyDictionary[Mask, dict[tuple, tuple[tuple[int, ...], BlockMask]]] = WeakKeyDictionary()
 
 
 def why_not(call: Call) -> str | None:
@@ -101,14 +102,25 @@ def _score_mod(call: Call):
 
 def _block_mask(call: Call) -> BlockMask:
     """Built once per mask and shape: the layers of a model share their mask object."""
-    shapes = _block_masks.setdefault(call.mask, {})
-    key = (call.q.shape[0], call.tq, call.tk, call.q.device)
-    if key not in shapes:
-        batch = call.q.shape[0] if call.mask.tensors else None
-        # Compiled, or the mask itself would be built dense first.
-        build = torch.compile(create_block_mask) if call.q.device.type == "cuda" else create_block_mask
-        shapes[key] = build(call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk, device=call.q.device)
-    return shapes[key]
+    tensors = call.mask.tensors.values()
+    # A compiled graph that looked into what is remembered would be compiled again for every new mask, and tensors made
+    # in inference mode do not tell whether they were changed since.
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return _new_block_mask(call)
+    masks = _block_masks.setdefault(call.mask, {})
+    shape, versions = (call.q.shape[0], call.tq, call.tk, call.q.device), tuple(x._version for x in tensors)
+    if shape not in masks or masks[shape][0] != versions:
+        # Evaluated first, trained with later: a backward takes no tensor that was made in inference mode.
+        with torch.inference_mode(False):
+            masks[shape] = versions, _new_block_mask(call)
+    return masks[shape][1]
+
+
+def _new_block_mask(call: Call) -> BlockMask:
+    batch = call.q.shape[0] if call.mask.tensors else None
+    # Compiled, or the mask itself would be built dense first.
+    build = torch.compile(create_block_mask) if call.q.device.type == "cuda" else create_block_mask
+    return build(call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk, device=call.q.device)
 
 
 class _VisibleValues(torch.autograd.Function):
