@@ -187,3 +187,13 @@ def test_a_number_that_changes_from_call_to_call(name):
     for value in (0.5, 2.0, -1.5, 0.0):
         numbers = inputs | {name: value}
         torch.testing.assert_close(compiled(**numbers), attention(**numbers))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_logit_s_number_that_changes_from_call_to_call(dynamic):
+    """Layers of one model may differ in it, and share the code that is compiled."""
+    inputs = _inputs("sdpa_plain")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tau in (10.0, 3.0, 0.1):
+        numbers = inputs | {"logit": ScaleInvariant(tau)}
+        torch.testing.assert_close(compiled(**numbers), attention(**numbers))

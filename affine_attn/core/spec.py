@@ -217,6 +217,11 @@ def encode_logit(logit: Logit | None) -> str:
     values = [getattr(logit, name) for name in logit.__match_args__]
     if any(type(value) not in (int, float) for value in values):
         raise ValueError(f"the parameters of a logit must be int or float, got {logit!r}")
+    if torch.compiler.is_compiling():
+        # A number that was another before, in another layer say, is a variable to the compiler; a name needs its value.
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        values = [guard_scalar(value) for value in values]
     return " ".join([logit.kind, *(str(value) for value in values)])
 
 
