@@ -249,13 +249,21 @@ def test_the_tolerance_rule_accepts_the_same_maths_done_right():
     assert all(_deviations_by_name(right, torch.linspace(2, 4, 4), torch.float32).values())
 
 
-def test_gradients_of_single_samples_by_torch_func():
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_gradients_of_single_samples_by_torch_func(impl):
     q, k, v = torch.randn(3, 1, 4, 6, 8), torch.randn(3, 1, 2, 6, 8), torch.randn(3, 1, 2, 6, 8)
 
     def loss(q, k, v):
-        return attention(q, k, v, Mask(window=3), sink=0.5, impl="reference").square().sum()
+        return attention(q, k, v, Mask(window=3), sink=0.5, impl=impl).square().sum()
 
     together = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(sum(loss(*sample) for sample in zip(*leaves, strict=True)), leaves)
     torch.testing.assert_close(together, expected)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "blocked", "flex"])
+def test_what_torch_func_cannot_go_through_says_so(impl):
+    q = torch.randn(2, 1, 2, 6, 8)
+    with pytest.raises(ValueError, match=rf"^impl='{impl}' cannot run this call: .*torch.func.* reference alone"):
+        torch.vmap(lambda x: attention(x, x, x, impl=impl))(q)

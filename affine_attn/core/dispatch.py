@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from affine_attn.core import fused, hopper, reference
@@ -68,7 +69,7 @@ def explain(
     chosen = choose(call, impl)
     lines = []
     for name, engine in ENGINES.items():
-        reason = engine.why_not(call)
+        reason = why_not(name, call)
         if name == chosen:
             lines.append(f"{name}: runs this call ({engine.DESCRIPTION}{_epilogue_note(name, call)})")
         elif reason is not None:
@@ -93,12 +94,21 @@ def _epilogue_note(name: str, call: Call) -> str:
 def choose(call: Call, impl: str) -> str:
     """The engine's name, or an error that says why it cannot be ``impl``."""
     if impl == "auto":
-        return next(n for n in ENGINES if only_by_name(n, call) is None and ENGINES[n].why_not(call) is None)
+        return next(n for n in ENGINES if only_by_name(n, call) is None and why_not(n, call) is None)
     if impl not in ENGINES:
         raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
-    if (reason := ENGINES[impl].why_not(call)) is not None:
+    if (reason := why_not(impl, call)) is not None:
         raise ValueError(f"impl={impl!r} cannot run this call: {reason}")
     return impl
+
+
+def why_not(name: str, call: Call) -> str | None:
+    """Why an engine cannot run the call, or None."""
+    # Not while a compiler traces: it would put the question into every graph.
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and name != "reference" and torch._C._are_functorch_transforms_active():
+        return "the transforms of torch.func (grad, vmap) know the operations of the reference alone"
+    return ENGINES[name].why_not(call)
 
 
 def only_by_name(name: str, call: Call) -> str | None:
