@@ -313,6 +313,17 @@ def test_state_dict_round_trip(dtype):
     assert torch.equal(gate.w_a, saved["w_a"])
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_average_of_a_rounded_checkpoint_goes_on_in_float32(assign):
+    """Updates of a tenth of a difference would be lost in 8 bits."""
+    rounded = {name: x.to(torch.bfloat16) for name, x in _with_average().state_dict().items()}
+    gate, x = _gate(), torch.randn(2, 3, DIM)
+    gate.load_state_dict(rounded, assign=assign)
+    assert gate.alpha_ma.dtype == torch.float32
+    _step(gate, [x], _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, 0.9 * rounded["alpha_ma"].float() + 0.1 * _mean_alpha(gate.float(), x))
+
+
 def test_a_deep_copy_has_its_own_average():
     gate = _gate()
     twin = copy.deepcopy(gate)

@@ -160,6 +160,11 @@ class AlphaGate(nn.Module):
         self._place_sums(self.alpha_ma.device)
         return self
 
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # With assign=True the buffer would have the type of a checkpoint that was rounded as a whole.
+        self.alpha_ma = self.alpha_ma.float()
+
 
 def alpha_gates(model: nn.Module) -> list[AlphaGate]:
     """Those of all layers, in order."""
