@@ -43,6 +43,8 @@ def on_meta(x: torch.Tensor) -> torch.Tensor:
 BAD: dict[str, tuple[Callable, str]] = {
     # q, k, v
     "q_not_a_tensor": (call(q=[1.0]), r"^q must be a Tensor, got list"),
+    "v_none": (call(v=None), r"^v must be a Tensor, got NoneType"),
+    "v_none_explained": (lambda: explain(Q, K, None), r"^v must be a Tensor, got NoneType"),
     "q_3d": (call(q=Q[0]), r"^q must have 4 dimensions .*got \[4, 5, 8\]"),
     "k_5d": (call(k=K[None]), r"^k must have 4 dimensions .*got \[1, 2, 2, 5, 8\]"),
     "v_2d": (call(v=V[0, 0]), r"^v must have 4 dimensions .*got \[5, 8\]"),
@@ -68,6 +70,8 @@ BAD: dict[str, tuple[Callable, str]] = {
         call(logit=ScaleInvariant(), mask=Mask(causal=False)),
         r"^logit ScaleInvariant needs a causal mask, got Mask\(causal=False\)",
     ),
+    "scale_true": (call(scale=True), r"^scale must be None or a finite number, got True"),
+    "sink_true": (call(sink=True), r"^sink must be None, a number or a Tensor, got True"),
     "sink_name": (call(sink="learned"), r"sink.*'learned'"),
     "sink_list": (call(sink=[0.0, 1.0]), r"sink.*(list|\[0\.0, 1\.0\])"),
     "sink_per_kv_head": (call(sink=torch.zeros(KV)), r"^sink must have shape \[4\] or \[2, 4, 5\], got \[2\]"),
@@ -118,6 +122,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     "causal_tensor": (lambda: Mask(torch.ones(B, T).bool()), r"causal must be True or False, got Tensor"),
     "causal_none": (masked(causal=None), r"causal must be True or False, got NoneType"),
     # engines
+    "impl_list": (call(impl=["sdpa"]), r"^impl must be one of .*, got \['sdpa'\]"),
     "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
     "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),
     "sdpa_window": (call(impl="sdpa", mask=Mask(window=2)), r"^impl='sdpa' cannot run this call: .*window"),
@@ -146,6 +151,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     "logn_length": (lambda: LogN(length=1), r"length must be an integer > 1, got 1"),
     "phi": (lambda: Affine(phi="relu"), r"phi must be one of \['linear_clipping', 'sigmoid'.*\], got 'relu'"),
     "affine_length": (lambda: Affine(length=-1), r"length must be an integer >= 0 or 'keys', got -1"),
+    "affine_length_true": (lambda: Affine(length=True), r"length must be an integer >= 0 or 'keys', got True"),
     "affine_length_name": (lambda: Affine(length="visible"), r"length must be .*'keys', got 'visible'"),
     "momentum": (lambda: Affine(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
     "momentum_text": (lambda: Affine(momentum="0.9"), r"momentum must be a number in \[0, 1\), got '0.9'"),

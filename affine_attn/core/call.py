@@ -3,7 +3,6 @@
 All checks of user input stand here, one sentence each: the argument, what was given, what is allowed.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit, decode_logit, encode_logit, logit_names
+from affine_attn.core.spec import Logit, decode_logit, encode_logit, is_number, logit_names
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_AT_ONCE = 2**20
@@ -97,7 +96,7 @@ class Flat(NamedTuple):
 def checked_call(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     mask: Mask = Mask(),
     scale: float | None = None,
     logit: Logit | None = None,
@@ -106,9 +105,8 @@ def checked_call(
     beta: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Call:
-    """Validate and normalise; ``v=None`` (statistics) borrows k's place."""
-    value = k if v is None else v
-    for name, tensor in (("q", q), ("k", k), ("v", value)):
+    """Validate and normalise."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
@@ -123,8 +121,8 @@ def checked_call(
             raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must share a device")
     batch, heads, tq, dim = q.shape
     kv_heads, tk = k.shape[1], k.shape[2]
-    if k.shape != value.shape:
-        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(value.shape)}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     if dim == 0:
         raise ValueError(f"q, k and v must have at least one channel per head, got {list(q.shape)} for q")
     if k.shape[0] != batch or k.shape[3] != dim:
@@ -142,7 +140,7 @@ def checked_call(
         _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
     elif sink is not None:
         # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
-        if not isinstance(sink, int | float) or sink != sink:
+        if isinstance(sink, bool) or not isinstance(sink, int | float) or sink != sink:
             raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
         sink = float(sink)
     rows = [(batch, heads, tq)]
@@ -152,15 +150,15 @@ def checked_call(
         _check_stage("beta", beta, rows, q)
     if gate is not None:
         _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
-    if scale is not None and (not isinstance(scale, int | float) or not abs(scale) < math.inf):
+    if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
     if factor <= 0:
         # Stock kernels multiply the scores of masked keys too, and minus infinity has to stay what it is.
         q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
-    q, k, value = (_with_dense_rows(x) for x in (q, k, value))
+    q, k, v = (_with_dense_rows(x) for x in (q, k, v))
     gate = None if gate is None else _with_dense_rows(gate)
-    return Call(q, k, value, mask, factor, logit, sink, alpha, beta, gate)
+    return Call(q, k, v, mask, factor, logit, sink, alpha, beta, gate)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

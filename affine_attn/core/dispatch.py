@@ -95,7 +95,7 @@ def choose(call: Call, impl: str) -> str:
     """The engine's name, or an error that says why it cannot be ``impl``."""
     if impl == "auto":
         return next(n for n in ENGINES if only_by_name(n, call) is None and why_not(n, call) is None)
-    if impl not in ENGINES:
+    if impl not in list(ENGINES):
         raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
     if (reason := why_not(impl, call)) is not None:
         raise ValueError(f"impl={impl!r} cannot run this call: {reason}")

@@ -154,7 +154,7 @@ class Affine:
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
             raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
-        if self.length != "keys" and not (isinstance(self.length, int) and self.length >= 0):
+        if self.length != "keys" and not (isinstance(self.length, int) and is_number(self.length) and self.length >= 0):
             raise ValueError(f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}")
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"Affine: momentum must be a number in [0, 1), got {self.momentum!r}")

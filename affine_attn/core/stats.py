@@ -43,7 +43,7 @@ def attention_stats(
 
     Values and gate are not asked for: they do not change the weights.
     """
-    call = checked_call(q, k, None, mask, scale, logit, sink, alpha, beta, None)
+    call = checked_call(q, k, k, mask, scale, logit, sink, alpha, beta)
     first_key = mask.first(call.tq, call.tk, q.device)
     if triton.why_not_statistics(call) is None:
         rows = triton.score_statistics(call, first_key[:, 0].expand(q.shape[0], call.tq))
