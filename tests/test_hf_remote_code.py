@@ -19,8 +19,10 @@ sys.modules["affine_attn"] = None  # importing it fails, as where it is not inst
 from transformers import AutoModelForCausalLM
 root = pathlib.Path(sys.argv[1])
 tokens, mask = torch.load(root / "inputs.pt")
-for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name != "modules"):
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name != "modules")
+# All before any is used: each has its own copy of the code, and the first must not run into what the last registered.
+models = {folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in folders}
+for folder, model in models.items():
     expected = torch.load(root / f"{folder.name}.pt")
     torch.testing.assert_close(model(tokens, mask).logits, expected["logits"], rtol=1e-4, atol=1e-4)
     generated = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
@@ -29,7 +31,7 @@ for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.n
 """
 
 
-def test_a_python_without_the_package_loads_every_variant(tmp_path, monkeypatch):
+def test_a_python_without_the_package_runs_all_variants_side_by_side(tmp_path, monkeypatch):
     tokens, mask = left_padded()
     torch.save((tokens, mask), tmp_path / "inputs.pt")
     for name in VARIANTS:

@@ -161,7 +161,8 @@ def transformers_mask(
     **_,
 ) -> PreparedMask:
     """What transformers calls for any model; the arguments are its own."""
-    if isinstance(attention_mask, PreparedMask):
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        # Prepared, here or by another copy of this code: two folders with code register it under one name.
         return attention_mask
     if use_vmap:
         raise ValueError(f"attn_implementation={NAME!r} has causal, sliding, chunked and packed masks, no custom ones")
