@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    GenerationMixin,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -63,9 +64,16 @@ def convert(
     file there); ``loading`` goes to from_pretrained. All its tensors are taken over; those of the new attention, listed
     by :func:`stage_keys`, start afresh. start_as_softmax: an affine attention that is softmax until it is trained.
     """
+    if not isinstance(path_or_model, str | Path | PreTrainedModel):
+        given = type(path_or_model).__name__
+        raise ValueError(
+            f"convert: path_or_model must be a transformers model, its folder or its hub id, got a {given}"
+        )
     source = path_or_model if isinstance(path_or_model, PreTrainedModel) else load(path_or_model, gguf_file, **loading)
     if source.config.model_type not in _SOURCES:
         raise ValueError(f"convert: model_type must be one of {', '.join(_SOURCES)}, got {source.config.model_type!r}")
+    if not isinstance(source, GenerationMixin):
+        raise ValueError(f"convert: the source must be a causal model with its head, got a {type(source).__name__}")
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
     config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
@@ -180,20 +188,24 @@ def _windows(source: PreTrainedConfig) -> int | list[int | None] | None:
 
 def _plain_config(config: AffineAttnConfig) -> PreTrainedConfig:
     fields: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
-    windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
-    parts = (config.qk_norm, config.qkv_bias, config.attention_bias, config.mlp_bias, windows == {None})
+    windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
+    widths = {window for window in windows if window is not None}
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sliding = {"use_sliding_window": bool(widths), "sliding_window": max(widths, default=None), "layer_types": types}
+    parts = (config.qk_norm, config.qkv_bias, config.attention_bias, config.mlp_bias, len(widths))
     match parts:
-        case (False, False, bias, mlp_bias, True):
+        case (False, False, bias, mlp_bias, 0):
             return LlamaConfig(attention_bias=bias, mlp_bias=mlp_bias, **fields)
-        case (False, False, False, False, False) if len(windows) == 1:
-            return MistralConfig(sliding_window=windows.pop(), **fields)
-        case (False, True, False, False, True):
-            return Qwen2Config(use_sliding_window=False, **fields)
-        case (True, False, bias, False, True):
-            return Qwen3Config(attention_bias=bias, use_sliding_window=False, **fields)
-    names = ("qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "no window")
-    present = [name for name, has in zip(names, parts, strict=True) if has]
-    raise ValueError(f"export: no plain model of transformers has exactly these parts: {', '.join(present)}")
+        case (False, False, False, False, 1) if None not in windows:
+            return MistralConfig(sliding_window=widths.pop(), **fields)
+        case (False, True, False, False, 0 | 1):
+            return Qwen2Config(**sliding, **fields)
+        case (True, False, bias, False, 0 | 1):
+            return Qwen3Config(attention_bias=bias, **sliding, **fields)
+    names = ("qk_norm", "qkv_bias", "attention_bias", "mlp_bias")
+    present = [name for name, has in zip(names, parts[:4], strict=True) if has]
+    parts_said = ", ".join([*present, f"windows {windows}"])
+    raise ValueError(f"export: no plain model of transformers has exactly these parts: {parts_said}")
 
 
 def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
