@@ -280,6 +280,14 @@ def test_a_bfloat16_gate_still_averages_in_float32():
     torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate.float(), x.float()), rtol=1e-5, atol=0)
 
 
+def test_an_average_that_something_rounded_is_refused():
+    """FSDP 1 casts buffers in place, by accelerate's default to the dtype of mixed precision."""
+    gate = _with_average()
+    gate.alpha_ma.data = gate.alpha_ma.data.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"alpha_ma is torch.bfloat16.*buffer_dtype=torch.float32"):
+        _step(gate, [torch.randn(2, 3, DIM)], _tracked_sgd(gate))
+
+
 def test_alpha_is_float32_under_autocast():
     gate, x = _gate(), torch.randn(2, 3, DIM)
     exact = gate(x)

@@ -183,6 +183,12 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     for gate in gates:
         # Where nothing was counted yet, say because all forwards were in eval mode.
         gate._place_sums(gate.alpha_ma.device)
+        if gate.alpha_ma.dtype != torch.float32:
+            # It went past _apply, and the small steps of an average would be rounded away.
+            raise ValueError(
+                f"alpha_ma is {gate.alpha_ma.dtype}, it must stay float32: use FSDP 2, or give FSDP 1 "
+                "MixedPrecision(buffer_dtype=torch.float32)"
+            )
     totals = torch.cat([torch.cat((gate._sum, gate._count)) for gate in gates])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals, group=group)
