@@ -78,7 +78,7 @@ class TopK(NamedTuple):
     """Soft targets from a cache: distinct entries ``ids`` [..., k] and their log-probabilities [..., k].
 
     The target is the teacher cut to these entries and renormalised, softmax(log_probs / T) over the k, and zero
-    elsewhere; the loss is exact for it. -inf marks an entry that is not used.
+    elsewhere; the loss is exact for it. -inf marks an entry that is not used; its id may repeat another.
     """
 
     ids: Tensor
@@ -347,8 +347,10 @@ def _run(hidden: Tensor, weight: Tensor, job: _Job, plan: _Plan) -> tuple[Tensor
             common = (labels, valid, lse, centre, job.spec, job.hard)
             gradient = differentiate(logits, target if ids is None else None, None, *common)
             if ids is not None and at_ids is not None:
-                # Small, and a second shape would make the compiled one general.
-                gradient.scatter_(1, ids, _differentiate(at_ids, target, ids, *common))
+                # Small, and a second shape would make the compiled one general. An entry that is not used may repeat
+                # the id of one that is: a share of the target only ever lowers the gradient.
+                at_ids = _differentiate(at_ids, target, ids, *common)
+                gradient.scatter_reduce_(1, ids, at_ids, "amin", include_self=False)
         if dhidden is not None:
             torch.mm(gradient, head, out=dhidden[rows])
         if dweight is not None:
