@@ -38,14 +38,18 @@ def _assert_same(compiled: dict[str, Tensor], eager: dict[str, Tensor], **tolera
         torch.testing.assert_close(compiled[name], eager[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("tq", [9, 4])
 @pytest.mark.parametrize("case", CALLS)
-def test_one_graph_with_the_same_values_and_gradients(case, tq):
-    """fullgraph=True raises on any graph break, in the forward or while the backward is traced."""
+def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
+    """fullgraph=True raises on any graph break, in the forward or while the backward is traced.
+
+    With dynamic=True all sizes and numbers are variables, those of the spec too.
+    """
     impl, (_, mask) = case.split("_")[0], CALLS[case]
     inputs = _inputs(case, tq)
     dy = torch.randn_like(inputs["q"])
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     results = [
         value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy)
         for function in (compiled, attention)
