@@ -245,3 +245,15 @@ def test_a_row_that_sees_nothing_is_zero_with_finite_gradients(where, sink):
             # A row that sees nothing passes nothing back.
             if name in ("q", "alpha", "beta", "gate"):
                 assert not gradient[:, :, rows].any(), (impl, name)
+
+
+def test_looking_for_non_finite_keys_copies_none():
+    # On the CPU every call looks; a copy of the cache for every token is what decoding would mostly do.
+    k = torch.randn(2, 2, 300, 16)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        attention(torch.randn(2, 4, 1, 16), k, torch.randn_like(k), alpha=torch.rand(2, 4, 1), impl="sdpa")
+    copies = [
+        event for event in profile.events() if event.name == "aten::copy_" and list(k.shape) in event.input_shapes
+    ]
+    assert profile.events()
+    assert not copies

@@ -60,8 +60,10 @@ def visible_sum_backward(dtotal: Tensor, call: Call) -> Tensor:
 
 
 def _finite(call: Call) -> bool:
-    # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path).
-    return bool(torch.isfinite(call.k.sum(dtype=torch.float64) + call.v.sum(dtype=torch.float64)))
+    # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path). Not in
+    # float64: torch would first copy all keys and values, at several times the cost of decoding with them.
+    dtype = torch.promote_types(call.k.dtype, torch.float32)
+    return bool(torch.isfinite(call.k.sum(dtype=dtype) + call.v.sum(dtype=dtype)))
 
 
 def _clean(call: Call) -> tuple[Call, Tensor]:
