@@ -16,7 +16,7 @@ from affine_attn.analyze import files
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app
 from affine_attn.distill.run import run
-from affine_attn.evaluate.results import Subject
+from affine_attn.evaluate.results import TABLE_1, Subject
 from affine_attn.evaluate.run import Request as Measures
 from affine_attn.evaluate.run import evaluate
 from affine_attn.report import figures, write_report
@@ -84,6 +84,32 @@ def test_tables_have_the_numbers_of_the_files(runs, page):
     scalars = [files.read(folder / "model" / "analysis").content["scalars"] for folder in runs]
     assert cells(text, "Sum of a query&#x27;s weights") == [f"{values['row_sum']:.4g}" for values in scalars]
     assert cells(text, "α, mean over tokens") == ["", f"{scalars[1]['alpha']:.4g}"]
+
+
+def zero_shot(model: Path, file: str, task: str, value: float, limit: int | None) -> None:
+    result = {"name": task, "identity": {"task": task, "limit": limit, "model": {}}, "limit": limit}
+    result["metrics"] = {"acc": {"value": value, "stderr": 0.01}}
+    (model / "evaluation").mkdir(parents=True, exist_ok=True)
+    (model / "evaluation" / f"{file}.json").write_text(json.dumps(result))
+
+
+def test_a_trial_with_a_limit_does_not_stand_for_the_whole_task(tmp_path):
+    for task in TABLE_1:
+        # Whichever name, which is a hash, comes first.
+        zero_shot(tmp_path, f"{task}-0", task, 0.1, limit=5)
+        zero_shot(tmp_path, f"{task}-1", task, 0.5, limit=None)
+        zero_shot(tmp_path, f"{task}-2", task, 0.2, limit=20)
+    (shown,) = figures.evaluation(read_runs([tmp_path]))
+    assert shown.panels[0].traces[""][0]["y"] == [50.0] * len(TABLE_1)
+    assert (
+        cells(write_report([tmp_path], tmp_path / "report.html").read_text(), "average of the six %")[0][:4] == "50 ±"
+    )
+
+
+def test_parts_of_different_size_have_no_average(tmp_path):
+    for limit, task in enumerate(TABLE_1, start=5):
+        zero_shot(tmp_path, task, task, 0.5, limit)
+    assert "average of the six" not in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
 def test_curves_are_those_of_the_metrics(runs):

@@ -179,9 +179,9 @@ def evaluation(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _accuracies(runs: Sequence[Run]) -> list[Figure]:
-    traces, tasks = [], [task for task in TABLE_1 if any(r["name"] == task for run in runs for r in run.evaluations)]
+    traces, tasks = [], [task for task in TABLE_1 if any(task in run.zero_shot for run in runs)]
     for i, run in enumerate(runs):
-        cells = {TABLE_1[r["name"]]: accuracy(r) for r in run.evaluations if r["name"] in TABLE_1}
+        cells = {TABLE_1[task]: accuracy(result) for task, result in run.zero_shot.items()}
         if cells:
             traces.append(
                 _trace(i, run)
@@ -197,7 +197,10 @@ def _accuracies(runs: Sequence[Run]) -> list[Figure]:
             )
     if not traces:
         return []
-    caption = "acc_norm where the harness has it; bars are 95 % intervals, 1.96 standard errors to each side."
+    caption = (
+        "acc_norm where the harness has it, over the most documents there is a result of; bars are 95 % intervals, "
+        "1.96 standard errors to each side."
+    )
     order = {"categoryorder": "array", "categoryarray": [TABLE_1[task] for task in tasks], "type": "category"}
     layout = _axes("", "accuracy, %", xaxis=order) | {"scattermode": "group", "scattergap": 0.6}
     return [Figure("tasks", "Zero-shot tasks", caption, [Panel({"": traces}, layout)])]

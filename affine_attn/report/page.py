@@ -259,9 +259,10 @@ def _evaluations(runs: Sequence[Run]) -> str:
             for metric, cell in metrics.items():
                 row = (result["name"], metric, about, key)
                 cells.setdefault(row, {}).setdefault(i, []).append(_with_error(cell))
-        six = average({result["name"]: result for result in run.evaluations})
-        if six:
-            row = ("average of the six", "%", "", "")
+        limits = {result["limit"] for result in run.zero_shot.values()}
+        # A mean over different parts of the tasks would be compared with those of others.
+        if len(limits) == 1 and (six := average(run.zero_shot)):
+            row = ("average of the six", "%", _about({"limit": limits.pop()}), "")
             cells.setdefault(row, {})[i] = [_with_error({k: percent(v) for k, v in six.items()})]
     if not cells:
         return ""

@@ -1,6 +1,7 @@
 """What a report is about: the files of a run or of a model, read through the modules that define them."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.run import MODEL, RECIPE
 from affine_attn.distill.statistics import STATISTICS
 from affine_attn.evaluate.results import FOLDER as EVALUATION
+from affine_attn.evaluate.results import TABLE_1
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Run(training.Run):
     @property
     def model(self) -> Path:
         return self.folder / MODEL if self.recipe else self.folder
+
+    @property
+    def zero_shot(self) -> dict[str, dict[str, Any]]:
+        """The result of every task of Table 1 over the most documents: a trial with --limit does not stand for it."""
+        of_tasks = [result for result in self.evaluations if result["name"] in TABLE_1]
+        return {result["name"]: result for result in sorted(of_tasks, key=lambda result: result["limit"] or math.inf)}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
