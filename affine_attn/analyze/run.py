@@ -19,6 +19,7 @@ from affine_attn.core.variants import VARIANTS
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.run import MODEL
 from affine_attn.distill.shards import TOKENIZER
+from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.evaluate.results import Subject, provenance, require_writable
 from affine_attn.models.convert import convert, load
 from affine_attn.models.folders import tokenizer_of
@@ -82,6 +83,8 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
     window = request.place()
     subject = Subject(target.path, device, dtype)
     tokenizer = tokenizer_of(target.path)
+    if is_shards(request.data):
+        require_same_tokens(request.data, target.path)
     sequences = load_sequences(request.data, request.length, request.sequences, tokenizer, request.join)
     source: Any = load(target.path, dtype=subject.dtype)
     # The copy before the move: the device then holds one model.

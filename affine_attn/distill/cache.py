@@ -28,6 +28,7 @@ from affine_attn.distill.losses import TopK
 from affine_attn.distill.progress import token_progress
 from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
+from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.models.convert import load, usable_device
 
 COMMAND = "cache-teacher"
@@ -137,6 +138,7 @@ def cache_teacher(
         raise ValueError(f"batch must be at least 1, got {batch}")
     place = usable_device(device)
     network = load(teacher, dtype=getattr(torch, plan.dtype))
+    require_same_tokens(plan.data, teacher)
     if (entries := network.get_output_embeddings().weight.shape[0]) < plan.vocabulary:
         raise ValueError(f"the teacher has {entries} vocabulary entries, fewer than {plan.vocabulary}")
     settings = {"teacher_sha256": fingerprint(network), **plan.settings()}

@@ -28,6 +28,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import write_json
 from affine_attn.distill.statistics import SEQUENCES, Statistics
+from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
@@ -192,6 +193,7 @@ def _student(recipe: Recipe) -> AffineAttnForCausalLM:
     if recipe.start is None:
         return AffineAttnForCausalLM(config)
     model = load(recipe.start, dtype=torch.float32)
+    require_same_tokens(Path(recipe.data), recipe.start)
     if not isinstance(model, AffineAttnForCausalLM):
         raise ValueError(
             f"start={recipe.start} is a {type(model).__name__}: give it an attention with affine-attn convert"
@@ -222,4 +224,6 @@ def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
         set_seed(recipe.seed)
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)
         return AffineAttnForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
-    return load(recipe.teacher, dtype=dtype)
+    teacher = load(recipe.teacher, dtype=dtype)
+    require_same_tokens(Path(recipe.data), recipe.teacher)
+    return teacher

@@ -11,6 +11,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("preparing data needs tokenizers: pip install 'affine-attn[models]'") from error
 
+from affine_attn.distill.shards import TOKENIZER
+
 # Of trained tokenizers; a given one has its own.
 END_OF_DOCUMENT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -38,8 +40,35 @@ def find_tokenizer(name: str) -> Path:
 
 
 def tokenizer_hash(name: str | Path) -> str:
-    """sha256 of a tokenizer.json, as the manifest has it: what a teacher's tokenizer is compared by."""
+    """sha256 of a tokenizer.json, as the manifest has it."""
     return hashlib.sha256(find_tokenizer(str(name)).read_bytes()).hexdigest()
+
+
+def require_same_tokens(data: Path, model: str) -> None:
+    """Refuse shards of another tokenizer than the model's: where its vocabulary is large enough, nothing else would.
+
+    Ordinary tokens are compared, since related models differ in special ones; a side without a tokenizer.json is not.
+    """
+    from transformers.utils.hub import cached_file
+
+    beside = Path(model) / FILE
+    at_hand = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = beside if Path(model).is_dir() else cached_file(model, FILE, **at_hand)
+    if file is None or not Path(file).exists() or not (data / TOKENIZER / FILE).exists():
+        return
+    theirs = _ordinary_tokens(Path(file))
+    for i, token in sorted(_ordinary_tokens(data / TOKENIZER / FILE).items()):
+        if theirs.get(i, token) != token:
+            raise ValueError(
+                f"{data} was made with another tokenizer than that of {model}: token {i} is {token!r} there, "
+                f"{theirs[i]!r} here; prepare it with --tokenizer {model}"
+            )
+
+
+def _ordinary_tokens(file: Path) -> dict[int, str]:
+    tokenizer = load_tokenizer(file)
+    added = tokenizer.get_added_tokens_decoder()
+    return {i: token for token, i in tokenizer.get_vocab(with_added_tokens=False).items() if i not in added}
 
 
 def load_tokenizer(file: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from affine_attn.distill.needle import Stream
 from affine_attn.distill.shards import MANIFEST, read_manifest
+from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.evaluate.long_context import (
     DEPTHS,
     HAYSTACKS,
@@ -210,3 +211,4 @@ def _require_vocabulary(place: Path, needed: int, subject: Subject) -> None:
             f"{place} has tokens up to {needed - 1}, {subject.path} knows {subject.config.vocab_size}: "
             f"prepare it with --tokenizer {subject.path}"
         )
+    require_same_tokens(place, subject.path)
