@@ -303,6 +303,9 @@ def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
         run(tiny(data, teacher=str(tmp_path / "small")), tmp_path / "other")
     with pytest.raises(ValueError, match="affine-attn prepare"):
         run(tiny(tmp_path / "nowhere"), tmp_path / "other")
+    (tmp_path / "recipe.json").write_text("{")
+    with pytest.raises(ValueError, match=r"recipe\.json is damaged"):
+        run(tiny(data), tmp_path, resume=True)
 
 
 def test_sequences_come_in_the_order_of_the_global_sampler(data, tmp_path):

@@ -180,7 +180,10 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
         return None
     if not resume:
         raise ValueError(f"{output} holds a run: give --resume to go on with it, or a new folder")
-    before = json.loads((output / RECIPE).read_text(encoding="utf-8"))
+    try:
+        before = json.loads((output / RECIPE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{output / RECIPE} is damaged: give a new folder") from error
     for name, value in dataclasses.asdict(recipe).items():
         if name not in _FREE and before.get(name) != value:
             raise ValueError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
