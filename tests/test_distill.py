@@ -83,7 +83,7 @@ def test_flops_are_those_of_the_formula():
         (["student=nanno"], "student=nanno is no preset; did you mean nano"),
         (["attention=afine"], "afine"),
         (["teacher=train:nanno"], "student=nanno is no preset"),
-        (["loss=kl"], "kind is 'kl'"),
+        (["loss=kl"], "loss: its kind is 'kl'"),
         (["rho=1"], "momentum must be a number in"),
         (["warmup_steps=690"], "are more than steps=700"),
         (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=4"),

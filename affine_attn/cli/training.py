@@ -41,7 +41,7 @@ def prepare(
         str | None, typer.Option(help="a line that divides documents in text files; default: a file is a document")
     ] = None,
     valid: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="part of the documents held out, chosen by their hash")
+        float, typer.Option(min=0.0, help="part of the documents held out, below 1, chosen by their hash")
     ] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="tokens after which a shard is closed")] = 1 << 26,
     end_of_document: Annotated[

@@ -49,7 +49,7 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
+            raise ValueError(f"loss: its kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
         if not (0 < self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature}; it must be positive and finite")
         if not 0 < self.beta < 1:
