@@ -1,9 +1,9 @@
 """Runs a Gluon kernel for Hopper on the CPU, with all the freedom that a GPU has to reorder what it does.
 
 Triton's interpreter does not know Gluon. Here a kernel's own source runs, with another meaning of Gluon's words: a
-block is a torch tensor, each part of a ``warp_specialize`` a thread, of which one runs at a time, and what is
-asynchronous takes its time. A seed decides who runs next and when a copy arrives. So parts that wait for too little
-read what is not there yet, and parts that wait for too much never end; both are errors, and so are
+block is a torch tensor, each part of a ``warp_specialize`` in each program of the grid a thread, of which one runs at a
+time, and what is asynchronous takes its time. A seed decides who runs next and when a copy arrives. So parts that wait
+for too little read what is not there yet, and parts that wait for too much never end; both are errors, and so are
 
 - reads outside a tensor, or of shared memory that nothing was written to;
 - shared memory that changes while a product or a copy still reads it;
@@ -37,6 +37,9 @@ class Block(Tensor):
     """Values in registers. A block is never changed, only its name given to another."""
 
     type = SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Block":
+        return self.view(dtype) if bitcast else super().to(dtype)
 
     def __iadd__(self, other):
         return self + other
@@ -225,6 +228,7 @@ class _Part:
         self.unfenced: list[Tensor] = []
         self.products: list[_Product] = []
         self.stores: list[_Store] = []
+        self.seen: tuple[Tensor, Tensor] | None = None
         self.error: BaseException | None = None
         self.is_done, self.is_given_up = False, False
         self.turn = threading.Semaphore(0)
@@ -262,43 +266,59 @@ class _Multiprocessor:
 
     def __init__(self, program: int, chance: random.Random):
         self.program, self.chance = program, chance
-        self.turn, self.loads = threading.Semaphore(0), []
+        self.turn, self.loads, self.parts = threading.Semaphore(0), [], []
         self.running: Any = SimpleNamespace(unfenced=[], pause=lambda _: None)
 
     def step(self, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Others may run now, and must until `is_ready`."""
         self.running.pause(is_ready)
 
-    def run(self, parts: list[tuple[Callable, tuple]]) -> None:
-        everyone = [_Part(self, *part) for part in parts]
+    def add(self, parts: list[tuple[Callable, tuple]]) -> None:
+        self.parts = [_Part(self, *part) for part in parts]
         # Some are much slower than others, and so are copies: what works in step need not out of it.
-        speeds = [10 ** self.chance.uniform(-3, 3) for _ in everyone]
-        speed_of_copies = 10 ** self.chance.uniform(-3, 3)
-        try:
-            while not all(part.is_done for part in everyone):
-                choices = {
-                    part: speed
-                    for part, speed in zip(everyone, speeds, strict=True)
-                    if not part.is_done and part.is_ready()
-                } | dict.fromkeys(self.loads, speed_of_copies)
-                if not choices:
-                    raise Fault("the parts wait for each other for ever")
-                (chosen,) = self.chance.choices(list(choices), list(choices.values()))
-                if isinstance(chosen, _Load):
-                    self.loads.remove(chosen)
-                    chosen.arrive()
-                    continue
-                self.running = chosen
-                chosen.go_on()
-                if chosen.error is not None:
-                    raise chosen.error
-            if self.loads:
-                raise Fault("the kernel ends with copies under way")
-        finally:
-            for part in everyone:
-                if not part.is_done:
-                    part.is_given_up = True
-                    part.go_on()
+        self.speeds = [10 ** self.chance.uniform(-3, 3) for _ in self.parts]
+        self.speed_of_copies = 10 ** self.chance.uniform(-3, 3)
+
+    def choices(self) -> dict[Any, float]:
+        """What may happen next, and how likely."""
+        ready = {
+            part: speed
+            for part, speed in zip(self.parts, self.speeds, strict=True)
+            if not part.is_done and part.is_ready()
+        }
+        return ready | dict.fromkeys(self.loads, self.speed_of_copies)
+
+    def do(self, chosen: Any) -> None:
+        if isinstance(chosen, _Load):
+            self.loads.remove(chosen)
+            chosen.arrive()
+            return
+        self.running = chosen
+        chosen.go_on()
+        if chosen.error is not None:
+            raise chosen.error
+
+    def give_up(self) -> None:
+        for part in self.parts:
+            if not part.is_done:
+                part.is_given_up = True
+                part.go_on()
+
+
+def _run(devices: list[_Multiprocessor], chance: random.Random) -> None:
+    """All programs of a grid at the same time."""
+    try:
+        while not all(part.is_done for device in devices for part in device.parts):
+            choices = {(device, what): weight for device in devices for what, weight in device.choices().items()}
+            if not choices:
+                raise Fault("the parts wait for each other for ever")
+            ((device, chosen),) = chance.choices(list(choices), list(choices.values()))
+            device.do(chosen)
+        if any(device.loads for device in devices):
+            raise Fault("the kernel ends with copies under way")
+    finally:
+        for device in devices:
+            device.give_up()
 
 
 class Simulated:
@@ -321,11 +341,12 @@ class Simulated:
 
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             passed = [_as_in_kernels(x) for x in arguments]
-            for program in range(grid[0]):
-                device = _Multiprocessor(program, self.chance)
-                names = _constants(self.module) | _words(device)
+            devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
+            for device in devices:
+                names = _constants(self.module) | _words(device, grid[0])
                 exec(code, names)
                 names[self.name](*passed, **constants)
+            _run(devices, self.chance)
 
         return launch
 
@@ -354,7 +375,7 @@ def _overlap(descriptor: Any, corner: list) -> Tensor:
     return descriptor.tensor[tuple(slice(start, start + n) for start, n in zip(starts, descriptor.block, strict=True))]
 
 
-def _words(device: _Multiprocessor) -> dict[str, Any]:
+def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
     """What Gluon's words mean here."""
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -363,9 +384,16 @@ def _words(device: _Multiprocessor) -> dict[str, Any]:
         values = torch.full(shape, float("nan"), dtype=dtype)
         return Shared(device, values, torch.full(shape, _EMPTY, dtype=torch.int8))
 
-    def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+    def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
         device.step()
-        return pointer.load(mask, other)
+        if not volatile:
+            return pointer.load(mask, other)
+        # What was seen is asked for again to see it change.
+        part, at = device.running, pointer.places(mask)[0]
+        is_new = part.seen is None or not part.seen[0].equal(at)
+        device.step(lambda: is_new or not part.seen[1].equal(pointer.load(mask, other)))
+        part.seen = at, pointer.load(mask, other)
+        return part.seen[1]
 
     def store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
         device.step()
@@ -424,16 +452,17 @@ def _words(device: _Multiprocessor) -> dict[str, Any]:
         return lambda *arguments: operation(*(torch.as_tensor(x) for x in arguments))
 
     gl = SimpleNamespace(
-        constexpr=None, int64=torch.int64, float32=torch.float32, static_range=range,
-        program_id=lambda axis: device.program, cdiv=lambda a, b: -(-a // b),
+        constexpr=None, int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
+        program_id=lambda axis: _block(torch.tensor(device.program)), num_programs=lambda axis: programs,
+        cdiv=lambda a, b: -(-a // b),
         arange=lambda start, stop, layout: _block(torch.arange(start, stop, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
         load=load, store=store, where=torch.where, convert_layout=lambda x, layout: x,
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
         maximum=of_numbers(torch.maximum), minimum=of_numbers(torch.minimum),
         exp2=torch.exp2, log=torch.log, log2=torch.log2, abs=torch.abs, inline_asm_elementwise=inline_asm_elementwise,
-        allocate_shared_memory=allocate, warp_specialize=lambda parts, warps, registers: device.run(parts),
+        allocate_shared_memory=allocate, warp_specialize=lambda parts, warps, registers: device.add(parts),
         **dict.fromkeys(("BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",
                          "SwizzledSharedLayout"), lambda *_: None),
     )  # fmt: skip

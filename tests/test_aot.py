@@ -24,6 +24,7 @@ from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
 from affine_attn.core.kernels import distance_backward, distance_forward, epilogue, hopper_forward  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
+from benchmarks import streaming_backward, streaming_backward_kernel  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -242,7 +243,7 @@ def test_visible_sums_compile_within_limits(transposed, restricted, target, tmp_
 )
 def test_the_forward_in_one_kernel_overlaps_products_and_exponentials(sink, is_affine, gate, dtype, head_dim, tmp_path):
     """In the order of the source they do; what counts is the order that the compiler makes of it."""
-    compiled = _compile_gluon(head_dim, sink, bool(is_affine), gate, dtype)
+    compiled = _compile_forward(head_dim, sink, bool(is_affine), gate, dtype)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     assert _stack(compiled, tmp_path) <= 32
     code = _tool("--dump-sass", tmp_path / "kernel.cubin")
@@ -286,23 +287,40 @@ def _overwritten_operands(code: str) -> list[str]:
     return found
 
 
-def _compile_gluon(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
-    def descriptor(rows: int) -> str:
-        block, kind = [1, 1, rows, head_dim], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-        return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, kind)!r}>"
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 4), (128, 3)])
+def test_the_streaming_backward_compiles_within_limits(head_dim, group, tmp_path):
+    """An experiment so far; it wants as many programs on a multiprocessor as it was written for."""
+    kernel, programs = streaming_backward_kernel.streaming_backward_kernel, streaming_backward.PROGRAMS[head_dim]
+    stages = streaming_backward.STAGES[head_dim]
+    constants = {"GROUP": group, "PANELS": head_dim // 64, "STAGES": stages, "SAVED": 8}
+    types = dict.fromkeys(("d_dy", "d_o", "d_v", "d_dv"), _descriptor("bf16", 64, 64))
+    types |= {"p_totals": "*i32", "p_dy": "*bf16"}
+    compiled = _compile_gluon(kernel, types, constants, streaming_backward.registers(head_dim))
+    # A program takes one KiB besides.
+    assert programs * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
+    assert _stack(compiled, tmp_path) <= 32
 
+
+def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
     constants = {"N": hopper.ROWS, "D": head_dim, "STAGES": hopper.STAGES[head_dim], "SINK": sink}
     constants |= {"AFFINE": is_affine, "GATE": gate, "SEGMENT": 64, "SAVED": 16}
-    types = dict.fromkeys(("d_q", "d_gate", "d_o", "d_y"), descriptor(hopper.ROWS // 2))
-    types |= dict.fromkeys(("d_k", "d_v"), descriptor(hopper.ROWS)) | dict.fromkeys(("p_order", "p_tiles"), "*i32")
-    types |= dict.fromkeys(("factor", "constant_sink"), "fp32")
-    rest = {
-        name: "*fp32" if name.startswith("p_") else "i32" for name in hopper_forward.hopper_forward_kernel.arg_names
-    }
+    types = dict.fromkeys(("d_q", "d_gate", "d_o", "d_y"), _descriptor(dtype, hopper.ROWS // 2, head_dim))
+    types |= dict.fromkeys(("d_k", "d_v"), _descriptor(dtype, hopper.ROWS, head_dim))
+    types |= dict.fromkeys(("p_order", "p_tiles"), "*i32") | dict.fromkeys(("factor", "constant_sink"), "fp32")
     is_absent = {"p_sink": sink != 2, "p_gate": gate != 1, "d_gate": gate != 2}
     is_absent |= dict.fromkeys(("p_alpha", "p_beta", "p_sums"), not is_affine)
     constants |= dict.fromkeys(name for name, absent in is_absent.items() if absent)
-    source = GluonASTSource(
-        hopper_forward.hopper_forward_kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return _compile_gluon(hopper_forward.hopper_forward_kernel, types, constants)
+
+
+def _descriptor(dtype: str, rows: int, columns: int) -> str:
+    block, kind = [1, 1, rows, columns], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, kind)!r}>"
+
+
+def _compile_gluon(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int] | None = None
+):
+    rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in kernel.arg_names}
+    source = GluonASTSource(kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))

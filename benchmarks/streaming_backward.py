@@ -1,0 +1,143 @@
+"""Are the gradients that affine attention adds faster in one pass? python3 benchmarks/streaming_backward.py
+
+An experiment on Hopper, not yet run on a GPU and not in use: the kernels of core/fused.py beside the one kernel of
+streaming_backward_kernel.py, in bf16 at the shapes of the paper's students. Alone, in per cent of a copy of the bytes
+that must move; and as part of forward + backward, over plain cuDNN. A result that differs from that of core/fused.py by
+more than 16 bits explain is not timed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from affine_attn.core import fused, hopper
+from affine_attn.core.accuracy import Shape
+from affine_attn.core.call import Call
+from affine_attn.core.epilogue import AttentionBackward
+from affine_attn.core.gpu import multiprocessors
+from affine_attn.core.ops import Gradients, Output
+from affine_attn.measure import side_by_side
+from benchmarks.cases import STOCK, TRAINING_SHAPES, Case
+from benchmarks.steps import ceilings, inputs_of, method_of, prepare
+
+# Programs on a multiprocessor and slots of the ring, by head_dim: as many as shared memory holds.
+PROGRAMS, STAGES = {64: 2, 128: 1}, {64: 3, 128: 3}
+
+
+def registers(head_dim: int) -> dict[str, int]:
+    """The option that lets two programs of eight warps share the registers of a multiprocessor."""
+    return {"maxnreg": 128} if PROGRAMS[head_dim] > 1 else {}
+
+
+def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
+    """As :func:`fused.gradients`, for calls with alpha and beta alone that :mod:`hopper` has done the forward of."""
+    dy = dy if fused._is_dense(dy) else dy.contiguous()
+    fused._negate_rows(call, fused.plan_of(call), dy)
+    dq, dk, dv = attention_backward(dy, output.saved_out, output.saved_lse)
+    return dq, dk, dv, None, *add_gradients(call, dy, output, dv), None
+
+
+def add_gradients(call: Call, dy: Tensor, output: Output, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """dalpha and dbeta; adds to dv what beta gives it, and restores the negated rows of dy."""
+    batch, heads, length, head_dim = call.q.shape
+    kv_heads, plan, module = call.k.shape[1], fused.plan_of(call), _module()
+    segments = fused.ceil(length, module.L.value)
+    shape = (batch * kv_heads, segments + fused.ceil(segments, module.BLOCK.value), head_dim)
+    totals = torch.full(shape, module.ABSENT.value, dtype=torch.int32, device=dy.device)
+    dalpha, dbeta = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device) for _ in range(2))
+    items = batch * kv_heads * segments
+    programs = min(items, PROGRAMS[head_dim] * multiprocessors(dy.device))
+    module.streaming_backward_kernel[(programs,)](
+        *(_descriptor(x, module.L.value, module.C.value) for x in (dy, output.saved_out, call.v, dv)),
+        fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), output.saved_sums, dalpha, dbeta, totals,
+        dy, *fused.strides(dy), items, segments, kv_heads, length,
+        GROUP=heads // kv_heads, PANELS=head_dim // module.C.value, STAGES=STAGES[head_dim], SAVED=plan.tile.tokens,
+        num_warps=4, **registers(head_dim),
+    )  # fmt: skip
+    return dalpha.to(call.alpha.dtype), dbeta.to(call.beta.dtype)
+
+
+def _module() -> Any:
+    """Imported late: it needs Triton."""
+    from benchmarks import streaming_backward_kernel
+
+    return streaming_backward_kernel
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = hopper._shared_layout(rows, columns, x.dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], layout)
+
+
+def streaming(function: Callable[[], object]) -> Callable[[], object]:
+    """The same with the gradients of this file."""
+    return mock.patch.object(fused, "gradients", gradients)(function)
+
+
+def wrong(shape: Shape, device: torch.device) -> str | None:
+    """What differs by more than 16 bits explain, or None; with an alpha of either sign, and twice."""
+    case = Case("affine", "auto", "affine")
+    inputs = inputs_of(case, shape, device)
+    inputs["alpha"] = inputs["alpha"] - 0.3
+    tensors = [inputs[name].requires_grad_() for name in ("q", "k", "v", "alpha", "beta")]
+    dy = torch.randn_like(inputs["q"])
+    before = dy.clone()
+
+    def differentiate() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(method_of(case)(**inputs), tensors, dy)
+
+    right, found, again = differentiate(), streaming(differentiate)(), streaming(differentiate)()
+    if not torch.equal(dy, before):
+        return "dy is changed"
+    for name, a, b, c in zip(("dq", "dk", "dv", "dalpha", "dbeta"), right, found, again, strict=True):
+        if name in ("dalpha", "dbeta") and not torch.equal(b, c):
+            return f"{name} is not the same twice"
+        if not (error := float((a.float() - b.float()).norm() / a.float().norm())) < 5e-3:
+            return f"{name} differs by {error:.3g}"
+    return None
+
+
+def rows(name: str, rounds: int, copy_bytes_per_ms: float) -> Iterator[str]:
+    device = torch.device("cuda")
+    shape = TRAINING_SHAPES["cuda"][name]
+    if (reason := wrong(shape, device)) is not None:
+        yield f"{name:8} not timed: {reason}"
+        return
+    alone = prepare(Case("affine, backward", "gradients", "affine"), shape, "epilogue", device)
+    functions = {"in use": alone.run, "one pass": streaming(alone.run)}
+    for what, timing in side_by_side(functions, "in use", device, rounds).items():
+        share = (alone.moved or 0) / copy_bytes_per_ms / timing.p50
+        yield f"{name:8} alone               {what:10} {timing.p50 * 1e3:8.1f} us {share:8.1%} of a copy"
+    plain = prepare(STOCK["cuda"][0], shape, "forward+backward", device)
+    whole = prepare(Case("affine", "auto", "affine"), shape, "forward+backward", device)
+    functions = {"cuDNN": plain.run, "in use": whole.run, "one pass": streaming(whole.run)}
+    for what, timing in side_by_side(functions, "cuDNN", device, rounds).items():
+        yield f"{name:8} forward + backward  {what:10} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["3B", "1B", "0.5B"], choices=TRAINING_SHAPES["cuda"])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
+    copy = ceilings(torch.device("cuda"))["copy bandwidth"]
+    timing = side_by_side({"copy": copy.run}, "copy", torch.device("cuda"), options.rounds)["copy"]
+    for name in options.shapes:
+        for line in rows(name, options.rounds, (copy.moved or 0) / timing.p50):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
