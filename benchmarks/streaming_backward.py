@@ -8,10 +8,9 @@ more than 16 bits explain is not timed.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,14 +18,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core import fused, hopper
-from affine_attn.core.accuracy import Shape
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.gpu import multiprocessors
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
 from benchmarks.cases import STOCK, TRAINING_SHAPES, Case
-from benchmarks.steps import ceilings, inputs_of, method_of, prepare
+from benchmarks.other_gradients import AFFINE, instead, wrong
+from benchmarks.steps import ceilings, prepare
 
 # Programs on a multiprocessor and slots of the ring, by head_dim: as many as shared memory holds.
 PROGRAMS, STAGES = {64: 2, 128: 1}, {64: 3, 128: 3}
@@ -79,48 +78,20 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], layout)
 
 
-def streaming(function: Callable[[], object]) -> Callable[[], object]:
-    """The same with the gradients of this file."""
-    return mock.patch.object(fused, "gradients", gradients)(function)
-
-
-def wrong(shape: Shape, device: torch.device) -> str | None:
-    """What differs by more than 16 bits explain, or None; with an alpha of either sign, and twice."""
-    case = Case("affine", "auto", "affine")
-    inputs = inputs_of(case, shape, device)
-    inputs["alpha"] = inputs["alpha"] - 0.3
-    tensors = [inputs[name].requires_grad_() for name in ("q", "k", "v", "alpha", "beta")]
-    dy = torch.randn_like(inputs["q"])
-    before = dy.clone()
-
-    def differentiate() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(method_of(case)(**inputs), tensors, dy)
-
-    right, found, again = differentiate(), streaming(differentiate)(), streaming(differentiate)()
-    if not torch.equal(dy, before):
-        return "dy is changed"
-    for name, a, b, c in zip(("dq", "dk", "dv", "dalpha", "dbeta"), right, found, again, strict=True):
-        if name in ("dalpha", "dbeta") and not torch.equal(b, c):
-            return f"{name} is not the same twice"
-        if not (error := float((a.float() - b.float()).norm() / a.float().norm())) < 5e-3:
-            return f"{name} differs by {error:.3g}"
-    return None
-
-
 def rows(name: str, rounds: int, copy_bytes_per_ms: float) -> Iterator[str]:
     device = torch.device("cuda")
     shape = TRAINING_SHAPES["cuda"][name]
-    if (reason := wrong(shape, device)) is not None:
+    if (reason := wrong(gradients, shape, device)) is not None:
         yield f"{name:8} not timed: {reason}"
         return
     alone = prepare(Case("affine, backward", "gradients", "affine"), shape, "epilogue", device)
-    functions = {"in use": alone.run, "one pass": streaming(alone.run)}
+    functions = {"in use": alone.run, "one pass": instead(gradients, alone.run)}
     for what, timing in side_by_side(functions, "in use", device, rounds).items():
         share = (alone.moved or 0) / copy_bytes_per_ms / timing.p50
         yield f"{name:8} alone               {what:10} {timing.p50 * 1e3:8.1f} us {share:8.1%} of a copy"
     plain = prepare(STOCK["cuda"][0], shape, "forward+backward", device)
-    whole = prepare(Case("affine", "auto", "affine"), shape, "forward+backward", device)
-    functions = {"cuDNN": plain.run, "in use": whole.run, "one pass": streaming(whole.run)}
+    whole = prepare(AFFINE, shape, "forward+backward", device)
+    functions = {"cuDNN": plain.run, "in use": whole.run, "one pass": instead(gradients, whole.run)}
     for what, timing in side_by_side(functions, "cuDNN", device, rounds).items():
         yield f"{name:8} forward + backward  {what:10} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
 

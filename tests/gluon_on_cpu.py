@@ -58,12 +58,16 @@ class Pointer:
         self.memory, self.offset = memory, offset
 
     @classmethod
-    def to(cls, x: Tensor) -> "Pointer":
+    def at_start(cls, x: Tensor) -> "Pointer":
         extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         return cls(x.as_strided((extent,), (1,)))
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        """As the number that inline assembly takes."""
+        return self
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         at = torch.as_tensor(self.offset).long()
@@ -77,6 +81,10 @@ class Pointer:
         at, mask = self.places(mask)
         values = self.memory[torch.where(mask, at, 0)]
         return _block(values if other is None else torch.where(mask, values, other))
+
+    def add(self, values: Tensor) -> None:
+        at, _ = self.places(None)
+        self.memory.index_put_((at.flatten(),), values.flatten(), accumulate=True)
 
     def store(self, values: Tensor, mask: Any) -> None:
         at, mask = self.places(mask)
@@ -105,8 +113,8 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return self._view(lambda x: x.permute(order))
 
-    def slice(self, start: int, length: int) -> "Shared":
-        return self._view(lambda x: x[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        return self._view(lambda x: x.narrow(dim, start, length))
 
     def load(self, layout: Any) -> Tensor:
         self.device.step()
@@ -353,7 +361,7 @@ class Simulated:
 
 def _as_in_kernels(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return Pointer.to(x)
+        return Pointer.at_start(x)
     if isinstance(x, TensorDescriptor):
         return SimpleNamespace(tensor=x.base, block=x.block_shape, dtype=x.base.dtype, layout=x.layout)
     return x
@@ -400,7 +408,9 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         pointer.store(values, mask)
 
     def inline_asm_elementwise(asm: str, constraints: str, arguments: list, dtype: Any, is_pure: bool, pack: int):
-        operation = {"sub.rn.f32": torch.sub}[asm.split()[0]]
+        device.step()
+        known = {"sub.rn.f32": torch.sub, "red.relaxed.gpu.global.add.v4.f32": Pointer.add}
+        (operation,) = (known[name] for name in known if name in asm)
         return operation(*arguments)
 
     def wait(barrier: Barrier, parity: Any) -> None:
@@ -463,6 +473,7 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         maximum=of_numbers(torch.maximum), minimum=of_numbers(torch.minimum),
         exp2=torch.exp2, log=torch.log, log2=torch.log2, abs=torch.abs, inline_asm_elementwise=inline_asm_elementwise,
         allocate_shared_memory=allocate, warp_specialize=lambda parts, warps, registers: device.add(parts),
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, dtype: None),
         **dict.fromkeys(("BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",
                          "SwizzledSharedLayout"), lambda *_: None),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
 from affine_attn.core.kernels import distance_backward, distance_forward, epilogue, hopper_forward  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
-from benchmarks import streaming_backward, streaming_backward_kernel  # noqa: E402
+from benchmarks import hopper_backward, hopper_backward_kernel, streaming_backward, streaming_backward_kernel  # noqa: E402  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -299,6 +299,26 @@ def test_the_streaming_backward_compiles_within_limits(head_dim, group, tmp_path
     # A program takes one KiB besides.
     assert programs * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
     assert _stack(compiled, tmp_path) <= 32
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 3)])
+@pytest.mark.parametrize("has_beta", [False, True])
+def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_beta, tmp_path):
+    """An experiment so far. Every wait is one of the source's: ptxas puts in more where it serialises products."""
+    kernel, late = hopper_backward_kernel.hopper_backward_kernel, hopper_backward.LATE[head_dim]
+    constants = {"GROUP": group, "M": hopper_backward.QUERIES, "D": head_dim, "LATE": late, "HAS_BETA": has_beta}
+    constants |= {"STAGES": hopper_backward.STAGES[head_dim]} | ({} if has_beta else {"p_beta": None})
+    keys, half = hopper_backward_kernel.N.value, hopper_backward_kernel.HALF.value
+    types = dict.fromkeys(("d_q", "d_dy"), _descriptor("bf16", hopper_backward.QUERIES, head_dim))
+    types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", keys, head_dim))
+    types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", half, head_dim))
+    compiled = _compile_gluon(kernel, types | dict.fromkeys(("factor", "scale"), "fp32"), constants)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    assert _stack(compiled, tmp_path) <= 32
+    code = _tool("--dump-sass", tmp_path / "kernel.cubin")
+    # Of both groups, in the loop over blocks that the diagonal cuts and in that over others; a late dq has one more.
+    assert len(re.findall("WARPGROUP.DEPBAR", code)) == 2 * (2 * 5 + late)
+    assert not _overwritten_operands(code)
 
 
 def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
