@@ -77,10 +77,14 @@ def test_statistics_are_those_of_the_explicit_weights(mask, logit, sink, affine)
     _assert_same(attention_stats(*arguments, **options), _dense(*arguments, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_low_precision_inputs_give_float32_statistics(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_low_precision_inputs_give_float32_statistics(dtype, rows):
     inputs = random_inputs(SPECS["affine"], Shape(B, H, KV, TQ, TK, D), dtype)
-    q, k, alpha, beta = (inputs[name] for name in ("q", "k", "alpha", "beta"))
+    q, k, alpha, beta = (*(inputs[name] for name in "qk"), *(inputs[name].to(rows) for name in ("alpha", "beta")))
     options = {"logit": None, "sink": 0.0}
     stats = attention_stats(q, k, Mask(), alpha=alpha, beta=beta, **options)
     exact = _dense(q.double(), k.double(), Mask(), alpha=alpha.double(), beta=beta.double(), **options)

@@ -63,7 +63,7 @@ def attention_stats(
     if alpha is not None:
         first, row_sum = alpha * first, alpha * kept
     if beta is not None:
-        first, row_sum = first + beta, row_sum + count * beta
+        first, row_sum = first + beta, row_sum + count * beta.to(z.dtype)
     pairs = count.expand(q.shape[0], 1, call.tq).sum(-1)
     return AttentionStats(
         torch.where(seen, entropy, 0.0).float(),
