@@ -352,15 +352,16 @@ def test_start_as_softmax_is_exactly_the_softmax_layer_and_can_learn():
     assert affine.alpha.w_a.grad.abs().min() > 0
 
 
-def _assert_warned_without_tracking(gate: AlphaGate) -> None:
-    optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+def _assert_warned_without_tracking(gate: AlphaGate, **options) -> None:
+    optimizer = torch.optim.SGD(gate.parameters(), lr=0.1, **options)
     _step(gate, [torch.randn(2, 3, DIM)], optimizer)
     with pytest.warns(UserWarning, match="track_alpha"):
         _step(gate, [torch.randn(2, 3, DIM)], optimizer)
 
 
-def test_a_loop_that_never_commits_is_warned():
-    _assert_warned_without_tracking(_gate())
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_loop_that_never_commits_is_warned(options):
+    _assert_warned_without_tracking(_gate(), **options)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda gate: pickle.loads(pickle.dumps(gate))], ids=["copy", "file"])
@@ -395,7 +396,14 @@ def _gradient_accumulation(gate: AlphaGate) -> None:
     _step(gate, [torch.randn(2, 3, DIM) for _ in range(4)], torch.optim.SGD(gate.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("loop", [_tracked_loop, _loop_with_explicit_commits, _gradient_accumulation])
+def _two_models(gate: AlphaGate) -> None:
+    other = nn.Linear(DIM, 1)
+    optimizer = torch.optim.SGD([*other.parameters(), gate.requires_grad_(False).w_a], lr=0.1)
+    for _ in range(2):
+        _step(lambda x: gate(x).sum() * other(x), [torch.randn(2, 3, DIM)], optimizer)
+
+
+@pytest.mark.parametrize("loop", [_tracked_loop, _loop_with_explicit_commits, _gradient_accumulation, _two_models])
 def test_a_proper_loop_is_not_warned(loop):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,6 +5,7 @@ into one all-reduce and one update after each optimizer step: use, then update. 
 recomputation (sum and count grow together) and data-parallel ranks cannot skew the average.
 """
 
+import functools
 import warnings
 from typing import Any, Literal
 from weakref import ReferenceType, WeakSet
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import own_precision
@@ -134,7 +136,7 @@ class AlphaGate(nn.Module):
             self._count = torch.zeros_like(self._sum)
 
     def _warn_if_never_committed(self) -> None:
-        """An optimizer step bumps the version of W_a; sums that outlive one belong to a loop that never commits."""
+        """A change of W_a bumps its version; sums that outlive one belong to a loop that never commits."""
         if torch.compiler.is_compiling() or self._warned or (self._optimizer is not None and self._optimizer()):
             return
         version = self.w_a._version
@@ -145,6 +147,8 @@ class AlphaGate(nn.Module):
             )
             self._warned = True  # once is enough
         self._weight_version = version
+        _watch_steps()
+        _uncommitted.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, in memory or in a file, that no optimizer commits."""
@@ -164,6 +168,23 @@ class AlphaGate(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         # With assign=True the buffer would have the type of a checkpoint that was rounded as a whole.
         self.alpha_ma = self.alpha_ma.float()
+
+
+# Gates that counted tokens which no optimizer will commit by itself.
+_uncommitted: WeakSet[AlphaGate] = WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Of all optimizers: fused ones do not bump the version of the weights that they change."""
+
+    def invalidate(optimizer: torch.optim.Optimizer, *_) -> None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for gate in _uncommitted:
+            if gate._weight_version is not None and id(gate.w_a) in stepped:
+                gate._weight_version = -1
+
+    register_optimizer_step_post_hook(invalidate)
 
 
 def alpha_gates(model: nn.Module) -> list[AlphaGate]:
