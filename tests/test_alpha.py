@@ -332,6 +332,21 @@ def test_the_average_of_a_rounded_checkpoint_goes_on_in_float32(assign):
     torch.testing.assert_close(gate.alpha_ma, 0.9 * rounded["alpha_ma"].float() + 0.1 * _mean_alpha(gate.float(), x))
 
 
+@pytest.mark.parametrize(
+    "restart",
+    [lambda gate: gate.load_state_dict(gate.state_dict()), lambda gate: gate.reset_parameters()],
+    ids=["load", "reset"],
+)
+def test_what_other_weights_counted_is_forgotten(restart):
+    gate = _gate()
+    optimizer = _tracked_sgd(gate)
+    gate(torch.full((2, 3, DIM), float("nan")))
+    restart(gate)
+    x = torch.randn(2, 3, DIM)
+    _step(gate, [x], optimizer)
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x))
+
+
 def test_a_deep_copy_has_its_own_average():
     gate = _gate()
     twin = copy.deepcopy(gate)
@@ -396,6 +411,12 @@ def _gradient_accumulation(gate: AlphaGate) -> None:
     _step(gate, [torch.randn(2, 3, DIM) for _ in range(4)], torch.optim.SGD(gate.parameters(), lr=0.1))
 
 
+def _resumed(gate: AlphaGate) -> None:
+    gate(torch.randn(2, 3, DIM))
+    gate.load_state_dict(copy.deepcopy(gate.state_dict()))
+    gate(torch.randn(2, 3, DIM))
+
+
 def _two_models(gate: AlphaGate) -> None:
     other = nn.Linear(DIM, 1)
     optimizer = torch.optim.SGD([*other.parameters(), gate.requires_grad_(False).w_a], lr=0.1)
@@ -403,7 +424,9 @@ def _two_models(gate: AlphaGate) -> None:
         _step(lambda x: gate(x).sum() * other(x), [torch.randn(2, 3, DIM)], optimizer)
 
 
-@pytest.mark.parametrize("loop", [_tracked_loop, _loop_with_explicit_commits, _gradient_accumulation, _two_models])
+@pytest.mark.parametrize(
+    "loop", [_tracked_loop, _loop_with_explicit_commits, _gradient_accumulation, _resumed, _two_models]
+)
 def test_a_proper_loop_is_not_warned(loop):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

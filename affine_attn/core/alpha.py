@@ -85,12 +85,19 @@ class AlphaGate(nn.Module):
         # Once it is gone, nobody commits.
         self._optimizer: ReferenceType[torch.optim.Optimizer] | None = None
         self._warned = False
-        self._weight_version: int | None = None
+        self._weight_version: int | None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.w_a, std=self.init_std)
         self.alpha_ma.fill_(self.affine.start)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was counted: it is committed, or of weights that are no more."""
+        self._sum.zero_()
+        self._count.zero_()
+        self._weight_version = None
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
@@ -168,6 +175,7 @@ class AlphaGate(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         # With assign=True the buffer would have the type of a checkpoint that was rounded as a whole.
         self.alpha_ma = self.alpha_ma.float()
+        self._forget()
 
 
 # Gates that counted tokens which no optimizer will commit by itself.
@@ -223,9 +231,7 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
         # No tokens since the last commit (a second optimizer of the same step, say), or a NaN among them (a batch that
         # the loop left out, say): keep the average.
         gate.alpha_ma.copy_(torch.where((count > 0) & updated.isfinite(), updated, gate.alpha_ma))
-        gate._sum.zero_()
-        gate._count.zero_()
-        gate._weight_version = None
+        gate._forget()
 
 
 def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
