@@ -144,6 +144,17 @@ def test_padding_tokens_are_not_averaged():
     torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x, padding))
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64], ids=str)
+def test_nothing_of_a_token_that_is_not_counted_reaches_the_average(kind):
+    gate, x = _gate(), torch.randn(2, 5, DIM)
+    valid = torch.tensor([[False, False, True, True, True], [True] * 5])
+    x[~valid] = float("nan")
+    optimizer = _tracked_sgd(gate)
+    gate(x, valid.to(kind))
+    optimizer.step()
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x, valid))
+
+
 def _forward_in_eval(gate: AlphaGate, x: Tensor) -> None:
     gate.eval()(x)
 

@@ -9,6 +9,7 @@ import torch
 from affine_attn import (
     Affine,
     Alibi,
+    AlphaGate,
     AttentionLayer,
     AttentionSpec,
     LogN,
@@ -211,6 +212,13 @@ BAD: dict[str, tuple[Callable, str]] = {
         r"positions must be \[B or 1, T\] of x, got \[2, 1\]",
     ),
     "layer_positions": (lambda: LAYER(X, positions=torch.arange(6)[None]), r"positions must be .*got \[1, 6\]"),
+    "gate_x": (lambda: AlphaGate(16, 4)(X[0]), r"AlphaGate: x must be \[batch, tokens, 16\], got \[5, 16\]"),
+    "gate_width": (lambda: AlphaGate(8, 4)(X), r"AlphaGate: x must be \[batch, tokens, 8\], got \[2, 5, 16\]"),
+    "gate_valid": (
+        lambda: AlphaGate(16, 4)(X, torch.ones(1, T).bool()),
+        r"AlphaGate: valid must be \[B, T\] of x, \[2, 5\], got \[1, 5\]",
+    ),
+    "gate_affine": (lambda: AlphaGate(16, 4, variant("softmax").affine), r"affine must be Affine\(...\), got None"),
     "rope_theta_text": (lambda: Rope(theta="1e4"), r"theta must be a number > 0, got '1e4'"),
     "rope_kind": (lambda: Rope(kind="yarn"), r"kind must be 'rope', 'p_rope' or 'p_rope_top', got 'yarn'"),
     "rope_theta": (lambda: Rope(theta=0.0), r"theta must be a number > 0, got 0"),

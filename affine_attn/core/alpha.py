@@ -67,6 +67,8 @@ class AlphaGate(nn.Module):
 
     def __init__(self, dim: int, heads: int, affine: Affine = Affine(), init_std: float = 0.02):
         super().__init__()
+        if not isinstance(affine, Affine):
+            raise ValueError(f"AlphaGate: affine must be Affine(...), got {affine!r}")
         self.affine = affine
         # What a forward reads, as plain values: a compiled decoding step checks at every token that they are still the
         # same, and of plain ones torch sees it at a glance.
@@ -101,6 +103,11 @@ class AlphaGate(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
+        if x.ndim != 3 or x.shape[2] != self.w_a.shape[1]:
+            raise ValueError(f"AlphaGate: x must be [batch, tokens, {self.w_a.shape[1]}], got {list(x.shape)}")
+        # A row for all sequences would be counted once and summed for each.
+        if valid is not None and valid.shape != x.shape[:2]:
+            raise ValueError(f"AlphaGate: valid must be [B, T] of x, {list(x.shape[:2])}, got {list(valid.shape)}")
         logits = _wide_linear(x, self.w_a)
         # Rows of one head side by side, as the kernels read them.
         alpha = self.alpha_range * ACTIVATIONS[self.phi](logits).transpose(1, 2).contiguous()
@@ -133,8 +140,9 @@ class AlphaGate(nn.Module):
             self._sum[own] += alpha.sum((0, 2))
             self._count[own] += alpha.shape[0] * alpha.shape[2]
         else:
-            self._sum[own] += (alpha * valid[:, None]).sum((0, 2))
-            self._count[own] += valid.sum()
+            # Not by a product: 0 * NaN is NaN.
+            self._sum[own] += torch.where(valid.bool()[:, None], alpha, 0.0).sum((0, 2))
+            self._count[own] += valid.bool().sum()
 
     def _place_sums(self, device: torch.device) -> None:
         """Built on the meta device and filled from a checkpoint, as Hugging Face loads models: not through _apply."""
