@@ -87,6 +87,13 @@ def test_beta_divides_by_the_larger_of_length_and_visible_keys(length, n):
     torch.testing.assert_close(gate.beta(alpha, Mask(), 4), (0.7 - alpha) / torch.tensor(n))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64], ids=str)
+def test_the_keys_of_a_call_are_the_filled_slots(dtype):
+    gate, alpha = _gate(length="keys", start=0.7), torch.rand(2, HEADS, 4)
+    beta = gate.beta(alpha, Mask(lengths=torch.tensor([6, 0], dtype=dtype)), 9)
+    torch.testing.assert_close(beta, (0.7 - alpha) / torch.tensor([6, 1])[:, None, None])
+
+
 def test_the_average_of_a_constant_alpha_is_the_paper_s_sequence():
     gate = _gate()
     nn.init.zeros_(gate.w_a)

@@ -121,7 +121,7 @@ class AlphaGate(nn.Module):
         if self.length is None:
             return None
         if self.length == "keys":
-            n = keys if mask.lengths is None else mask.lengths.clamp(min=1)[:, None, None]
+            n = keys if mask.lengths is None else mask.lengths.long().clamp(min=1)[:, None, None]
         else:
             n = mask.count(alpha.shape[2], keys, alpha.device).clamp(min=max(self.length, 1))
         average = self.alpha_ma
