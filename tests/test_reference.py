@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import jacfwd, jacrev, jvp
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from affine_attn import Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, attention
@@ -260,6 +262,31 @@ def test_gradients_of_single_samples_by_torch_func(impl):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(sum(loss(*sample) for sample in zip(*leaves, strict=True)), leaves)
     torch.testing.assert_close(together, expected)
+
+
+def test_forward_mode_derivatives_are_those_of_the_backward():
+    q, k, v = (torch.randn(1, heads, 6, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    alpha, sink = torch.rand(1, 4, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+
+    def y(q, k, v, alpha, sink):
+        return attention(q, k, v, Mask(window=3), sink=sink, alpha=alpha, beta=alpha / 3)
+
+    inputs = (q, k, v, alpha, sink)
+    for ahead, back in zip(*(jacobian(y, (0, 1, 2, 3, 4))(*inputs) for jacobian in (jacfwd, jacrev)), strict=True):
+        torch.testing.assert_close(ahead, back)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    _, expected = jvp(y, inputs, tangents)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(inputs, tangents, strict=True)]
+        torch.testing.assert_close(forward_ad.unpack_dual(y(*duals)).tangent, expected)
+
+
+def test_lengths_of_single_samples_by_torch_func():
+    q, k, v = torch.randn(3, 1, 4, 2, 8), torch.randn(3, 1, 2, 6, 8), torch.randn(3, 1, 2, 6, 8)
+    lengths = torch.tensor([[6], [1], [4]])
+    together = torch.vmap(lambda q, k, v, n: attention(q, k, v, Mask(lengths=n)))(q, k, v, lengths)
+    each = [attention(*sample, Mask(lengths=n)) for *sample, n in zip(q, k, v, lengths, strict=True)]
+    torch.testing.assert_close(together, torch.stack(each))
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "blocked", "flex"])

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from affine_attn.core import fused, hopper, reference
 from affine_attn.core.call import Call, checked_call
@@ -106,8 +107,12 @@ def why_not(name: str, call: Call) -> str | None:
     """Why an engine cannot run the call, or None."""
     # Not while a compiler traces: it would put the question into every graph.
     is_eager = not torch.compiler.is_compiling()
-    if is_eager and name != "reference" and torch._C._are_functorch_transforms_active():
-        return "the transforms of torch.func (grad, vmap) know the operations of the reference alone"
+    if (
+        is_eager
+        and name != "reference"
+        and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+    ):
+        return "the transforms of torch.func and forward-mode derivatives know the operations of the reference alone"
     return ENGINES[name].why_not(call)
 
 

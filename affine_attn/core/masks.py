@@ -61,8 +61,9 @@ class Mask:
                 raise ValueError(f"mask.{name} must have shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != device:
                 raise ValueError(f"mask.{name} is on {tensor.device}, q is on {device}; all must share a device")
-        # On other devices a look would wait for all work before it, and what is traced has no numbers.
-        if device.type == "cpu" and type(self.lengths) is Tensor and not torch.compiler.is_compiling():
+        # On other devices a look would wait for all work before it, and what is traced or batched has no numbers.
+        is_plain = type(self.lengths) is Tensor and not torch.compiler.is_compiling()
+        if device.type == "cpu" and is_plain and not torch._C._are_functorch_transforms_active():
             lengths = self.lengths.tolist()
             if not all(0 <= length <= keys for length in lengths):
                 raise ValueError(f"mask.lengths must be from 0 to the {keys} key slots, got {lengths}")

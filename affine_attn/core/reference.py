@@ -55,12 +55,18 @@ class _Poison(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
 
     # torch declares *grad_outputs and documents naming them, as here.
     @staticmethod
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (poisoned,) = ctx.saved_tensors
         return dy.masked_fill(poisoned & (dy != 0), float("nan")), None
+
+    @staticmethod
+    def jvp(ctx, dy: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (poisoned,) = ctx.saved_tensors
+        return dy.masked_fill(poisoned, float("nan"))
 
 
 def scores(
