@@ -113,8 +113,10 @@ def checked_call(
             raise ValueError(
                 f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
             )
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{name} must be a floating point tensor, got {tensor.dtype}; it may have 16, 32 or 64 bits"
+            )
         if tensor.dtype != q.dtype:
             raise ValueError(f"q, k and v must share a dtype, got {q.dtype} for q and {tensor.dtype} for {name}")
         if tensor.device != q.device:

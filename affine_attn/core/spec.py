@@ -198,6 +198,8 @@ class AttentionSpec:
     def from_dict(cls, data: dict[str, Any]) -> "AttentionSpec":
         """The spec of what :meth:`to_dict` gave; missing entries have their defaults, unknown ones are refused."""
         known = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(data, dict):
+            raise ValueError(f"AttentionSpec: from_dict takes a dict with entries among {sorted(known)}, got {data!r}")
         if unknown := set(data) - known:
             raise ValueError(f"AttentionSpec: unknown entries {sorted(unknown)}; allowed are {sorted(known)}")
         sink, affine = data.get("sink"), data.get("affine")
@@ -248,7 +250,7 @@ def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
         raise ValueError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in _LOGITS:
+    if kind not in list(_LOGITS):
         raise ValueError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
     return _from_fields(_LOGITS[kind], fields)
 
