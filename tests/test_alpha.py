@@ -179,6 +179,15 @@ def test_the_average_is_frozen_outside_training(forward):
     assert gate.alpha_ma.tolist() == [0.25] * HEADS
 
 
+def test_torch_func_is_told_to_leave_the_average_alone():
+    gate, x = _gate(), torch.randn(3, 1, 5, DIM)
+    of_each = torch.vmap(torch.func.grad(lambda x: gate(x).sum()))
+    with pytest.raises(ValueError, match=r"^AlphaGate: .*torch.func.*alpha_ma; call eval\(\)"):
+        of_each(x)
+    gate.eval()
+    assert of_each(x).shape == x.shape
+
+
 def test_evaluation_between_two_steps_leaves_no_trace():
     gate, x = _gate(), torch.randn(2, 3, DIM)
     optimizer = _tracked_sgd(gate)

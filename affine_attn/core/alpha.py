@@ -133,6 +133,10 @@ class AlphaGate(nn.Module):
         return slice(self.first_head, self.first_head + alpha.shape[1])
 
     def _accumulate(self, alpha: Tensor, valid: Tensor | None) -> None:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                "AlphaGate: a transform of torch.func cannot count tokens for alpha_ma; call eval() before it"
+            )
         self._warn_if_never_committed()
         self._place_sums(alpha.device)
         own = self._own(alpha)
