@@ -135,6 +135,17 @@ def test_a_second_derivative_is_refused_not_taken_for_zero(engine):
         (dq.square().sum() + q.sum()).backward()
 
 
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_batched_gradients_are_refused_with_what_takes_them(engine):
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 9, 9, 8))
+    q, dy = inputs["q"].requires_grad_(), torch.randn(3, *inputs["q"].shape)
+    with pytest.raises(RuntimeError, match=r"no batched gradients .*impl='reference'"):
+        torch.autograd.grad(attention(**inputs, impl=engine), q, dy, is_grads_batched=True)
+    (dq,) = torch.autograd.grad(attention(**inputs, impl="reference"), q, dy, is_grads_batched=True)
+    (first,) = torch.autograd.grad(attention(**inputs, impl=engine), q, dy[0])
+    torch.testing.assert_close(dq[0], first)
+
+
 def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
     """Triton launches on the current device, which a model spread over several GPUs leaves at the first."""
     current, attended = [], []

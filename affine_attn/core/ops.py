@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from affine_attn.core.call import Call, Flat
 
@@ -112,6 +113,11 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
             y, out, lse, sums, *tensors = ctx.saved_tensors
             if dy is None:
                 return (None,) * (len(tensors) + len(ctx.options))
+            if is_legacy_batchedtensor(dy):
+                raise RuntimeError(
+                    "attention takes no batched gradients (is_grads_batched, vectorize) on its fast engines; "
+                    "attention(..., impl='reference') does"
+                )
             gradients = backward(Flat(*tensors, *ctx.options).call(), dy, Output(y, out, lse, sums))
             return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 
