@@ -204,6 +204,21 @@ def test_a_visible_inf_or_nan_is_not_hidden(impl, argument, value):
     assert y[:, :, :BAD].isfinite().all()
 
 
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keys", [4, 10, 40])
+@pytest.mark.parametrize("impl", ["sdpa", "blocked", "reference"])
+def test_an_inf_or_nan_of_a_query_is_not_hidden(impl, keys, dtype, value):
+    inputs = random_inputs(EVERY_STAGE, Shape(1, 4, 2, 4, keys, 8), dtype)
+    inputs["q"][:, 1, 2] = value
+    inputs["q"].requires_grad_()
+    y = attention(**inputs, impl=impl)
+    assert y[:, 1, 2].isnan().all()
+    assert y.isnan().sum() == 8
+    y.sum().backward()
+    assert inputs["q"].grad[:, 1, 2].isnan().all()
+
+
 @pytest.mark.parametrize("argument", ["k", "v"])
 @pytest.mark.parametrize("impl", ["sdpa", "blocked", "reference"])
 def test_a_loss_over_a_row_that_sees_nan_has_nan_gradients(impl, argument):

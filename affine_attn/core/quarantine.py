@@ -1,8 +1,9 @@
-"""Keeps a NaN or inf in a key or value away from rows that cannot see it.
+"""Keeps a NaN or inf away from rows that cannot see it, and shows it in those that do.
 
 Kernels multiply masked tiles by zero weights, and 0 * inf is NaN: one bad future value would spoil the rows before it.
-These wrappers look for non-finite keys and values, run the engine on zeroed copies, and put NaN exactly where a row
-sees a bad entry. Looking needs the values on the host: on CUDA, where that would stall the stream, an engine is
+And on the CPU the stock kernel takes some rows without a largest score for rows without keys: a NaN query gives 0.
+These wrappers look for non-finite entries, run the engine on zeroed copies, and put NaN exactly where a row has or
+sees a bad one. Looking needs the values on the host: on CUDA, where that would stall the stream, an engine is
 wrapped only if it is slow anyway (``devices``).
 """
 
@@ -63,9 +64,11 @@ def _finite(call: Call) -> bool:
     # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path). Not in
     # float64: torch would first copy all keys and values, at several times the cost of decoding with them.
     dtype = torch.promote_types(call.k.dtype, torch.float32)
-    return bool(torch.isfinite(call.k.sum(dtype=dtype) + call.v.sum(dtype=dtype)))
+    return bool(torch.isfinite(call.q.sum(dtype=dtype) + call.k.sum(dtype=dtype) + call.v.sum(dtype=dtype)))
 
 
 def _clean(call: Call) -> tuple[Call, Tensor]:
     k, v, poisoned = isolate(call, lambda bad: visible_sum(bad, call))
-    return replace(call, k=k, v=v), poisoned
+    bad_q = ~call.q.isfinite().all(-1, keepdim=True)
+    poisoned = poisoned | (bad_q & (call.count() > 0)[..., None])
+    return replace(call, q=call.q.masked_fill(bad_q, 0.0), k=k, v=v), poisoned
