@@ -181,3 +181,10 @@ def test_the_memory_probe_sees_a_score_matrix():
     largest, peak = _largest_and_peak_bytes(lambda: dense(T))
     assert largest >= MATRIX
     assert peak > 2.5 * _largest_and_peak_bytes(lambda: dense(T // 2))[1]
+
+
+def test_statistics_of_single_samples_by_torch_func():
+    q, k = torch.randn(3, 1, H, TQ, D), torch.randn(3, 1, KV, TK, D)
+    together = torch.vmap(lambda q, k: tuple(attention_stats(q, k, Mask(window=3), sink=0.5)))(q, k)
+    each = [attention_stats(*sample, Mask(window=3), sink=0.5) for sample in zip(q, k, strict=True)]
+    torch.testing.assert_close(together, tuple(torch.stack(x) for x in zip(*each, strict=True)))

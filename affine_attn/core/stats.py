@@ -77,7 +77,7 @@ def attention_stats(
 
 def _score_statistics(call: Call, first_key: Tensor) -> triton.ScoreStatistics:
     """The five numbers per row from blocks of the reference's scores."""
-    like = torch.zeros(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
+    like = torch.zeros_like(call.q[..., 0], dtype=row_dtype(call.q), memory_format=torch.contiguous_format)
     nothing = torch.full_like(like, float("-inf"))
     rows_of = triton.ScoreStatistics(nothing, like, nothing.clone(), like.clone(), nothing.clone())
     for rows, keys in call.blocks():
