@@ -89,6 +89,12 @@ def test_what_it_does_not_compute_is_refused():
         transformers_attention(torch.nn.Module(), q, q, q, None)
     with pytest.raises(ValueError, match="no dropout and no softcap"):
         transformers_attention(torch.nn.Module(), q, q, q, mask, dropout=0.1)
+    for name in ("position_bias", "indices", "block_indices"):
+        with pytest.raises(ValueError, match=f"has no {name}, with which this model calls its attention"):
+            transformers_attention(torch.nn.Module(), q, q, q, mask, **{name: torch.zeros(1, 2, 3, 3)})
+    longer = torch.randn(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="needs a mask of all keys: this model makes it for 3 and attends to 4"):
+        transformers_attention(torch.nn.Module(), q, longer, longer, mask)
     with pytest.raises(ValueError, match="no custom ones"):
         transformers_mask(1, 3, 3, use_vmap=True)
     with pytest.raises(ValueError, match="lets tokens see later ones"):

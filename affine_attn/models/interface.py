@@ -22,6 +22,8 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
 
 NAME = "affine_attn"
+# What some models add to their logits, or choose single keys by; all else that they hand over changes no value.
+_BEYOND = ("position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,8 @@ class PreparedMask:
     mask: Mask
     # Read only so many key slots: those of a static cache that are filled, where their number is known as an integer.
     keys: int | None = None
+    # Key slots that a model of transformers has said there will be.
+    slots: int | None = None
     # transformers looks at these on the way to transformers_mask and prepares only what is 2-D; the sizes mean nothing.
     ndim: ClassVar[int] = 4
     shape: ClassVar[tuple[int, ...]] = (0, 0, 0, 0)
@@ -169,7 +173,8 @@ def transformers_mask(
     device, documents = torch.device(device), None
     if mask_function is not causal_mask_function:
         documents = _probe(mask_function, batch_size, kv_length, kv_offset, device)
-    return prepare(batch_size, q_length, kv_length, device, q_offset, kv_offset, attention_mask, documents, local_size)
+    made = prepare(batch_size, q_length, kv_length, device, q_offset, kv_offset, attention_mask, documents, local_size)
+    return replace(made, slots=kv_length)
 
 
 def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device) -> Tensor | None:
@@ -198,7 +203,7 @@ def transformers_attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     output_attentions: bool = False,
-    **_,
+    **more,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, H, T, D] in, (y [B, T, H, D], weights) out. ``s_aux``: one sink logit per query head, as in gpt-oss."""
     if not isinstance(attention_mask, PreparedMask):
@@ -207,6 +212,13 @@ def transformers_attention(
         )
     if dropout or softcap is not None:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
+    if given := [name for name in _BEYOND if more.get(name) is not None]:
+        raise ValueError(f"attn_implementation={NAME!r} has no {given[0]}, with which this model calls its attention")
+    if attention_mask.slots not in (None, key.shape[2]):
+        raise ValueError(
+            f"attn_implementation={NAME!r} needs a mask of all keys: this model makes it for {attention_mask.slots} "
+            f"and attends to {key.shape[2]}"
+        )
     key, value = attention_mask.filled(key, value)
     arguments = (query, key, value, attention_mask.mask, scaling, None, s_aux)
     if output_attentions:
