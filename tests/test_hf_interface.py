@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig, LlamaConfig, MistralConfig
 
 import affine_attn.models  # noqa: F401 (registers the implementation)
 from affine_attn.models.interface import transformers_attention, transformers_mask
@@ -99,3 +99,11 @@ def test_what_it_does_not_compute_is_refused():
         transformers_mask(1, 3, 3, use_vmap=True)
     with pytest.raises(ValueError, match="lets tokens see later ones"):
         transformers_mask(1, 3, 3, mask_function=lambda b, h, i, j: i >= 0)
+
+
+def test_a_model_that_looks_ahead_is_refused_when_it_is_compiled_too():
+    """What is traced has no numbers to look at, and must not go on as if it were causal."""
+    tokens, mask = left_padded()
+    model = BertModel(BertConfig(**SIZES, attn_implementation="affine_attn")).eval()
+    with pytest.raises(RuntimeError, match="lets tokens see later ones"):
+        torch.compile(model, backend="aot_eager")(tokens, attention_mask=mask)

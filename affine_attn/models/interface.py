@@ -183,12 +183,14 @@ def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device
     rows, head = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
     starts = ~sees(rows, head, later, later - 1).expand(batch, slots - 1)
     documents = F.pad(starts.cumsum(1), (1, 0))
-    if torch.compiler.is_compiling():
-        return documents
     looks_ahead = sees(rows, head, later - 1, later).any()
+    refusal = f"attn_implementation={NAME!r} is causal, this model's mask lets tokens see later ones"
+    if torch.compiler.is_compiling():
+        torch._assert_async(~looks_ahead, refusal)
+        return documents
     packed, looks_ahead = torch.stack((starts.any(), looks_ahead)).tolist()
     if looks_ahead:
-        raise ValueError(f"attn_implementation={NAME!r} is causal, this model's mask lets tokens see later ones")
+        raise ValueError(refusal)
     return documents if packed else None
 
 
