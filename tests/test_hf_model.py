@@ -269,6 +269,8 @@ def test_an_attention_that_is_set_later_is_the_same_as_one_that_is_given(tmp_pat
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention="softmax")
     with pytest.raises(ValueError, match="attention has 5 entries, num_hidden_layers is 2"):
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention=["affine"] * 5)
+    with pytest.raises(ValueError, match="attention_dropout must be 0, got 0.1"):
+        AffineAttnForCausalLM.from_pretrained(tmp_path, attention_dropout=0.1)
 
 
 def test_layers_may_differ():

@@ -40,6 +40,10 @@ class AffineAttnConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        self.settle_layers()
+
+    def settle_layers(self) -> None:
+        """Check the layers, and plan how they are sharded. A model does so again: fields may be set at any time."""
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"AffineAttnConfig: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -49,10 +53,6 @@ class AffineAttnConfig(LlamaConfig):
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
         if (self.head_dim or 0) % 2:
             raise ValueError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
-        self.settle_layers()
-
-    def settle_layers(self) -> None:
-        """Check the layers, and plan how they are sharded. A model does so again: fields may be set at any time."""
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
