@@ -269,7 +269,7 @@ def test_an_attention_that_is_set_later_is_the_same_as_one_that_is_given(tmp_pat
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention="softmax")
     with pytest.raises(ValueError, match="attention has 5 entries, num_hidden_layers is 2"):
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention=["affine"] * 5)
-    with pytest.raises(ValueError, match="attention_dropout must be 0, got 0.1"):
+    with pytest.raises(ValueError, match=r"attention_dropout must be 0, got 0.1"):
         AffineAttnForCausalLM.from_pretrained(tmp_path, attention_dropout=0.1)
 
 
@@ -295,6 +295,18 @@ def test_layers_may_differ():
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"num_attention_heads": 3, "hidden_size": 33}, "must be a multiple of num_key_value_heads"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({"partial_rotary_factor": 0.5}, "needs rope_type 'proportional', got 0.5 with 'default'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "needs rope_type 'proportional', got 0.5 with 'linear'",
+        ),
     ],
 )
 def test_bad_configs_get_one_sentence(changes, message):
@@ -317,6 +329,10 @@ def test_scale_invariant_attention_without_norms_warns():
         ({"rope_type": "p_rope"}, Rope("p_rope")),
         ({"rope_type": "p_rope", "slowest": 64.0}, Rope("p_rope", slowest=64.0)),
         ({"rope_type": "p_rope_top", "rope_theta": 500.0, "p": 0.5}, Rope("p_rope_top", 500.0, 0.5)),
+        (
+            {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            Rope("p_rope_top", 500.0, 0.5),
+        ),
         ({"rope_type": "nope"}, None),
         ({"rope_type": "default"}, Rope()),
     ],

@@ -53,6 +53,13 @@ class AffineAttnConfig(LlamaConfig):
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
         if (self.head_dim or 0) % 2:
             raise ValueError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
+        rope: dict[str, Any] = dict(self.rope_parameters or {})
+        # This type has a frequency of 0 for the other channels. Others give a table that is too short, or ignore it.
+        if rope.get("rope_type") != "proportional" and (rope.get("partial_rotary_factor") or 1) != 1:
+            raise ValueError(
+                "AffineAttnConfig: partial_rotary_factor needs rope_type 'proportional', "
+                f"got {rope['partial_rotary_factor']} with {rope.get('rope_type')!r}"
+            )
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
