@@ -1,9 +1,11 @@
 """``affine-attn convert`` and ``affine-attn generate`` on small folders."""
 
+import json
 import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -103,6 +105,26 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
         assert message in result.stderr
         assert len([line for line in result.stderr.splitlines() if "%|" not in line and line]) == 1, result.stderr
         assert not new.exists()
+
+
+@pytest.mark.parametrize("model", ["llama", "affine"])
+def test_a_checkpoint_that_is_not_all_of_its_model_is_refused(model, llama, tmp_path):
+    """transformers starts from random numbers what is not there."""
+    folder = tmp_path / "model"
+    (tiny_model() if model == "affine" else AutoModelForCausalLM.from_pretrained(llama)).save_pretrained(folder)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+    def refused(message, *without, **changes):
+        held = {name: tensor for name, tensor in tensors.items() if name not in without}
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        result = run("convert", folder, tmp_path / "new")
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert not (tmp_path / "new").exists()
+
+    refused("the checkpoint does not hold model.norm.weight", "model.norm.weight")
+    refused("down_proj.weight is [32, 48] in the checkpoint and [32, 40] by its config", intermediate_size=40)
 
 
 @pytest.mark.parametrize("command", [("generate", "MISSING", "hello"), ("convert", "MISSING", "TARGET")])

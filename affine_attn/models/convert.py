@@ -112,17 +112,26 @@ def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
 
 
 def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
-    """Any causal model of transformers; code that comes with a checkpoint is never run."""
+    """Any causal model of transformers, all of it from the checkpoint: transformers would start what is missing there
+    from random numbers. Code that comes with one is never run."""
     require_place(path)
     more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     with named_place(path):
         config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+    # Not ignored, but named below: transformers says only that there are some.
+    more |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
     except SafetensorError as error:
         raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
+    model, info = loaded
+    for key, held, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
+    for key in sorted(info["missing_keys"]):
+        raise ValueError(f"{path}: the checkpoint does not hold {key}, which a {type(model).__name__} needs")
+    return model
 
 
 def require_place(path: str | Path) -> None:
