@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -87,6 +88,13 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
     (tmp_path / "damaged").mkdir()
     for file in llama.iterdir():
         (tmp_path / "damaged" / file.name).write_bytes(file.read_bytes()[: 200 if "safetensors" in file.name else None])
+    shutil.copytree(llama, tmp_path / "torn")
+    (tmp_path / "torn" / "tokenizer.json").write_text('{"version"')
+    shutil.copytree(llama, tmp_path / "odd")
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"hidden_size": "32"}))
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 5})).save_pretrained(tmp_path / "small")
+    words().save_pretrained(tmp_path / "small")
     new = tmp_path / "new"
     for arguments, message in [
         (("convert", llama, llama), "is not empty; give a new folder"),
@@ -96,6 +104,17 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
         (("convert", tmp_path / "model", new, "--to-plain"), "only softmax attention exists in plain models"),
         (("convert", llama, new, "--to-plain", "--attention", "sink"), "--to-plain goes with none of --attention"),
         (("convert", tmp_path / "damaged", new), "holds a damaged safetensors file"),
+        (("convert", llama, new, "--attention", ""), "unknown variant ''"),
+        (("convert", tmp_path / "torn", new), f"the tokenizer of {tmp_path / 'torn'} cannot be read: Expecting ':'"),
+        (
+            ("convert", tmp_path / "odd", new),
+            f"the config of {tmp_path / 'odd'} is wrong: TypeError: Field 'hidden_size'",
+        ),
+        (("generate", tmp_path / "odd", "w1"), "is wrong: TypeError: Field 'hidden_size' expected int, got str"),
+        (
+            ("generate", tmp_path / "small", "w4 w7"),
+            "its tokenizer makes token 7 of the prompt, the model knows 5 tokens",
+        ),
         (("generate", tmp_path / "model", "w1"), "has no tokenizer"),
         (("generate", llama, "w1", "--recent", "4"), "--recent needs an AffineAttn model"),
         (("generate", llama, ""), "the prompt has no tokens"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -122,10 +123,8 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
         raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
     # Not ignored, but named below: transformers says only that there are some.
     more |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    with named_place(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
-    except SafetensorError as error:
-        raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
     model, info = loaded
     for key, held, wanted in sorted(info["mismatched_keys"]):
         raise ValueError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
@@ -147,9 +146,14 @@ def require_place(path: str | Path) -> None:
 
 @contextmanager
 def named_place(path: str | Path) -> Iterator[None]:
-    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name."""
+    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name.
+    And what is wrong in a folder is said as of that folder."""
     try:
         yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
     except OSError as error:
         if Path(path).exists():
             raise

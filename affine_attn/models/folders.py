@@ -31,7 +31,7 @@ def convert_folder(
         raise ValueError(f"{target} is not empty; give a new folder")
     if to_plain and (attention or start_as_softmax or with_code):
         raise ValueError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
-    given = load(source, gguf_file)
+    given, tokenizer = load(source, gguf_file), tokenizer_of(source, gguf_file)
     if to_plain:
         if not isinstance(given, AffineAttnForCausalLM):
             raise ValueError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
@@ -40,7 +40,7 @@ def convert_folder(
         yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
     else:
         keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
-        attention = "its own" if keeps else attention or "affine"
+        attention = "its own" if keeps else "affine" if attention is None else attention
         model = convert(given, given.config.attention if keeps else attention, start_as_softmax)
         save_with_code(model, target) if with_code else model.save_pretrained(target)
         yield f"{target}: {attention} attention, {model.num_parameters():,} parameters"
@@ -48,7 +48,6 @@ def convert_folder(
         new = [key for key in stage_keys(model) if key not in carried]
         yield f"{len(new)} new tensors" + (":" if new else "")
         yield from (f"  {key} {list(model.state_dict()[key].shape)}" for key in new)
-    tokenizer = tokenizer_of(source, gguf_file)
     if tokenizer is None:
         yield f"{source} has no tokenizer, so none was written"
     else:
@@ -78,6 +77,9 @@ def generate_text(
     inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
     if not inputs["input_ids"].numel():
         raise ValueError("the prompt has no tokens")
+    last, known = int(inputs["input_ids"].max()), network.get_input_embeddings().num_embeddings
+    if last >= known:
+        raise ValueError(f"{model}: its tokenizer makes token {last} of the prompt, the model knows {known} tokens")
     inputs.pop("token_type_ids", None)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -101,4 +103,7 @@ def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizer
         return None
     more = {"gguf_file": gguf_file} if gguf_file else {}
     with named_place(path):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
+        try:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer of {path} cannot be read: {error}") from error
