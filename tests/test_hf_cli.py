@@ -85,6 +85,7 @@ def test_generate_streams_text_and_says_how_fast(options, tmp_path):
 
 def test_mistakes_are_answered_in_one_line(llama, tmp_path):
     tiny_model("affine").save_pretrained(tmp_path / "model")
+    tiny_model("softmax").save_pretrained(tmp_path / "softmax")
     (tmp_path / "damaged").mkdir()
     for file in llama.iterdir():
         (tmp_path / "damaged" / file.name).write_bytes(file.read_bytes()[: 200 if "safetensors" in file.name else None])
@@ -100,6 +101,7 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
         (("convert", llama, llama), "is not empty; give a new folder"),
         (("convert", llama, new, "--attention", "afine"), "did you mean 'affine'?"),
         (("convert", llama, new, "--attention", "sink", "--start-as-softmax"), "only the affine stage can start"),
+        (("convert", tmp_path / "softmax", new, "--start-as-softmax"), "no layer's attention has an affine stage"),
         (("convert", llama, new, "--to-plain"), "needs an AffineAttn model"),
         (("convert", tmp_path / "model", new, "--to-plain"), "only softmax attention exists in plain models"),
         (("convert", llama, new, "--to-plain", "--attention", "sink"), "--to-plain goes with none of --attention"),

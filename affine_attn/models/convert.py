@@ -77,6 +77,8 @@ def convert(
         raise ValueError(f"convert: the source must be a causal model with its head, got a {type(source).__name__}")
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
+    if start_as_softmax and not any(spec.affine for spec in specs):
+        raise ValueError("start_as_softmax: no layer's attention has an affine stage; affine is one that does")
     config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
     model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
     _fill(model, source, new=stage_keys(model))
