@@ -10,12 +10,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
     Trainer,
     TrainingArguments,
 )
@@ -24,7 +26,14 @@ from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_a
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.rope import Rope
 from affine_attn.core.spec import GATES
-from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, preset
+from affine_attn.models import (
+    PRESETS,
+    AffineAttnConfig,
+    AffineAttnForCausalLM,
+    AffineAttnModel,
+    StreamingCache,
+    preset,
+)
 from affine_attn.models.statistics import collect_statistics
 from tests.hf import SIZES, left_padded, tiny_config, tiny_model
 
@@ -84,6 +93,25 @@ def test_packing_equals_separate_sequences(name):
     }
     for how, output in packed.items():
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4, msg=f"{how} leaks")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "streaming"])
+def test_packing_reaches_a_cache_or_is_refused(kind):
+    model = tiny_model()
+    kinds = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=20),
+        "streaming": StreamingCache,
+    }
+    tokens, _ = left_padded(batch=1, length=11, padded=0)
+    positions = torch.cat([torch.arange(n) for n in (4, 7)])[None]
+    expected = torch.cat([model(part).logits for part in tokens.split([4, 7], 1)], 1)
+    empty, cache = (kinds[kind]() for _ in range(2))
+    packed = model(tokens, position_ids=positions, past_key_values=empty).logits
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
+    model(tokens[:, :2], past_key_values=cache)
+    with pytest.raises(ValueError, match="position_ids restart after 2 cached tokens: packed sequences must come at"):
+        model(tokens[:, 2:], position_ids=positions[:, 2:], past_key_values=cache)
 
 
 def test_packed_documents_with_padding_between_them_equal_separate_sequences():

@@ -71,9 +71,7 @@ def prepare(
     queries: new tokens; slots: keys the layer will hand to the attention; seen: tokens before the new ones (a tensor
     in a static cache); dropped: how many of those the cache no longer has; padding: [B, tokens so far], True = real.
     """
-    if isinstance(seen, Tensor) and queries > 1 and not torch.compiler.is_compiling():
-        # One look at the device per prompt buys the engines a call without lengths.
-        seen = int(seen)
+    seen = _known(seen, queries)
     filled = seen - dropped + queries
     lengths = keys = None
     if isinstance(filled, Tensor):
@@ -86,6 +84,12 @@ def prepare(
     if padding is not None:
         padding = _fit(padding, dropped, slots, exact=lengths is None)
     return PreparedMask(Mask(window=window, documents=documents, padding=padding, lengths=lengths), keys)
+
+
+def _known(seen: int | Tensor, queries: int) -> int | Tensor:
+    """As an integer where there is a prompt: one look at the device then buys the engines a call without lengths."""
+    looks = isinstance(seen, Tensor) and queries > 1 and not torch.compiler.is_compiling()
+    return int(seen) if looks else seen
 
 
 def _fit(padding: Tensor, dropped: int | Tensor, slots: int, exact: bool) -> Tensor | None:
@@ -122,7 +126,7 @@ def decoder_mask(
             f"attention_mask must be 2-D [{batch}, tokens so far], got {list(attention_mask.shape)}; "
             "for packed sequences give position_ids that restart, or document_ids"
         )
-    seen = 0 if cache is None else cache.get_query_offset(0)
+    seen = 0 if cache is None else _known(cache.get_query_offset(0), queries)
     slots, dropped = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     empty = not isinstance(seen, Tensor) and seen == 0
     if document_ids is not None:
@@ -133,12 +137,17 @@ def decoder_mask(
             )
     elif position_ids is not None and empty:
         document_ids = _documents(position_ids.expand(batch, -1), attention_mask)
+    elif position_ids is not None and queries > 1 and not torch.compiler.is_compiling():
+        real = None if attention_mask is None else attention_mask[:, seen:]
+        if _documents(position_ids.expand(batch, -1), real) is not None:
+            raise ValueError(f"position_ids restart after {seen} cached tokens: packed sequences must come at once")
     return prepare(batch, queries, slots, tokens.device, seen, dropped, attention_mask, document_ids)
 
 
 def _documents(position_ids: Tensor, padding: Tensor | None) -> Tensor | None:
     breaks = position_ids.diff(dim=1) != 1
-    if padding is not None:
+    # One that is too short is refused later.
+    if padding is not None and padding.shape[1] >= position_ids.shape[1]:
         real = padding[:, : position_ids.shape[1]].bool()
         slots = torch.arange(real.shape[1], device=real.device)
         # Slot of the last real token before each but the first; -1 where there is none.

@@ -195,12 +195,13 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         if tokens is None:
             raise ValueError("AffineAttnModel: give input_ids or inputs_embeds")
         kwargs.setdefault("output_attentions", self.config.output_attentions)
+        places = position_ids
         if isinstance(past_key_values, StreamingCache):
-            attention_mask, position_ids = None, past_key_values.key_positions(tokens, attention_mask)
+            attention_mask, places = None, past_key_values.key_positions(tokens, attention_mask)
         return super().forward(
             input_ids=input_ids,
             attention_mask=decoder_mask(tokens, attention_mask, past_key_values, position_ids, document_ids),
-            position_ids=position_ids,
+            position_ids=places,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -229,4 +230,4 @@ class AffineAttnForCausalLM(AffineAttnPreTrainedModel, LlamaForCausalLM):
         **_,
     ) -> PreparedMask:
         """``generate`` calls it before a compiled forward, so that only tensors of one shape enter that."""
-        return decoder_mask(inputs_embeds, attention_mask, past_key_values)
+        return decoder_mask(inputs_embeds, attention_mask, past_key_values, position_ids)
