@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from affine_attn import VARIANTS
+from affine_attn import VARIANTS, AttentionLayer
 from affine_attn.models import AffineAttnForCausalLM, StreamingCache, preset
-from tests.hf import left_padded, tiny_model
+from tests.hf import SIZES, left_padded, tiny_model
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -74,5 +75,13 @@ def test_what_it_cannot_do_is_refused():
         cache.crop(-1)
     cache.reset()
     assert cache.get_seq_length() == 0
+    # These rotate their keys first, and would go on beyond the positions they know.
+    layer = AttentionLayer(32, 4)
+    for foreign in (
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES))(tokens, past_key_values=cache),
+        lambda: layer(torch.randn(1, 3, 32), positions=torch.arange(3)[None], cache=cache),
+    ):
+        with pytest.raises(ValueError, match="as only AffineAttn models hand them over"):
+            foreign()
     with pytest.raises(ValueError, match="sinks must be >= 0 and recent >= 1, got 4 and 0"):
         StreamingCache(recent=0)

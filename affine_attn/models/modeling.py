@@ -64,14 +64,14 @@ class AffineAttnAttention(AttentionLayer):
         q, k, v = self.project(hidden_states)
         # transformers repeats the table for both halves of a head.
         cos, sin = (table[..., : self.head_dim // 2] for table in position_embeddings)
-        streaming = isinstance(past_key_values, StreamingCache)
-        if not streaming:
-            k = rotate(k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        if streaming:
+        if isinstance(past_key_values, StreamingCache):
             # The tables are those of all its keys, whose places change with every call.
+            k, v = past_key_values.extend(k, v, self.layer_idx)
             k = rotate(k, cos, sin)
+        else:
+            k = rotate(k, cos, sin)
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_idx)
         q = rotate(q, cos[:, -q.shape[2] :], sin[:, -q.shape[2] :])
         k, v = attention_mask.filled(k, v)
         stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))

@@ -66,6 +66,15 @@ class StreamingCache(Cache):
         # transformers makes the layers as they come, by calling this.
         super().__init__(layer_class_to_replicate=partial(StreamingLayer, sinks, recent))  # pyright: ignore[reportArgumentType]
 
+    def update(self, *_, **__):
+        raise ValueError(
+            "StreamingCache: keys must come before their rotation, as only AffineAttn models hand them over"
+        )
+
+    def extend(self, unrotated: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the new tokens see, theirs last; the keys are still to be rotated."""
+        return super().update(unrotated, values, layer_idx)
+
     def key_positions(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Positions in the cache of all keys that the new tokens [B, T, ...] see, theirs last: [1, keys]."""
         queries = tokens.shape[1]
