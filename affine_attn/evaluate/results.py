@@ -147,12 +147,15 @@ def provenance() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """With a mark where the code that ran differs from it."""
-    commit = _git("rev-parse", "--short", "HEAD")
-    return f"{commit}+changes" if commit and _git("status", "--porcelain", "--", ".") else commit
+    package = Path(__file__).parent.parent
+    if not (package.parent / ".git").exists():
+        return None  # a repository further up is another project's, such as one that has this package in its .venv
+    commit = _git(package, "rev-parse", "--short", "HEAD")
+    return f"{commit}+changes" if commit and _git(package, "status", "--porcelain", "--", ".") else commit
 
 
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
