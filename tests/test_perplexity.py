@@ -135,6 +135,18 @@ def test_shards_are_scored_as_training_packs_them(folder, tmp_path):
     assert "as in training" in result["boundaries"]
 
 
+def test_texts_of_one_name_are_told_apart_in_the_table(folder, tmp_path):
+    files = [tmp_path / name / "valid.txt" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"A text of {file.parent.name}.")
+    given = [str(folder), "--text", str(files[0]), "--text", str(files[1]), "--length", "16"]
+    answer = CliRunner().invoke(app, ["eval", *given, "--output", str(tmp_path)], env={"COLUMNS": "400"})
+    assert answer.exit_code == 0, answer.output
+    for file in files:
+        assert f"perplexity-valid-16 of {file}" in answer.stdout
+
+
 def test_the_head_is_applied_in_stretches(monkeypatch):
     model = tiny_model("affine")
     tokens = torch.randint(0, 61, (41,))

@@ -112,6 +112,23 @@ def test_parts_of_different_size_have_no_average(tmp_path):
     assert "average of the six" not in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
+def test_texts_of_one_name_are_told_apart(tmp_path):
+    (tmp_path / "evaluation").mkdir()
+    for name in ("books", "news"):
+        result = {"name": "positions-valid-32", "identity": {"data": name, "model": {}}, "limit": None}
+        result |= {"data": f"texts/{name}/valid.jsonl", "metrics": {"loss": {"value": float(len(name)), "stderr": 0.1}}}
+        result["positions"] = [{"first": 0, "last": 0, "value": 1.0, "stderr": 0.1}]
+        (tmp_path / "evaluation" / f"{name}.json").write_text(json.dumps(result))
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert cells(text, "positions-valid-32 loss · books/valid.jsonl")[0][:3] == "5 ±"
+    assert cells(text, "positions-valid-32 loss · news/valid.jsonl")[0][:3] == "4 ±"
+    (shown,) = figures.evaluation(read_runs([tmp_path]))
+    assert [(panel.title, len(panel.traces[""])) for panel in shown.panels] == [
+        ("positions-valid-32 · books/valid.jsonl", 1),
+        ("positions-valid-32 · news/valid.jsonl", 1),
+    ]
+
+
 def test_curves_are_those_of_the_metrics(runs):
     shown = {figure.id: figure for figure in figures.training(read_runs(runs))}
     rows = metrics(runs[1])

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -189,15 +190,18 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     rest = [result for result in summary["results"] if result["name"] not in in_table_1]
     if rest:
         table = Table("measure", "metric", "value", "±", title=None if in_table_1 else summary["model"])
+        names = Counter(result["name"] for result in rest)
         for result in rest:
+            # Two texts may be called valid.jsonl.
+            name = result["name"] if names[result["name"]] == 1 else f"{result['name']} of {result['data']}"
             for metric, cell in result["metrics"].items():
-                table.add_row(result["name"], metric, _number(cell["value"]), _number(cell["stderr"]))
+                table.add_row(name, metric, _number(cell["value"]), _number(cell["stderr"]))
             for place in result.get("positions", ()):
                 positions = f"loss at {place['first']}-{place['last']}"
-                table.add_row(result["name"], positions, _number(place["value"]), _number(place["stderr"]))
+                table.add_row(name, positions, _number(place["value"]), _number(place["stderr"]))
             for place in result.get("depths", ()):
                 depth = f"accuracy at depth {place['depth']:g}"
-                table.add_row(result["name"], depth, _number(place["value"]), _number(place["stderr"]))
+                table.add_row(name, depth, _number(place["value"]), _number(place["stderr"]))
         found.append(table)
     return found
 

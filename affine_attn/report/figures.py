@@ -4,7 +4,8 @@ A figure has panels, and pickers that choose what all its panels show. Text that
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from affine_attn.analyze.training import LATE, running_mean
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
-from affine_attn.report.runs import Run
+from affine_attn.report.runs import Run, about, measured
 
 # Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
@@ -206,38 +207,48 @@ def _accuracies(runs: Sequence[Run]) -> list[Figure]:
     return [Figure("tasks", "Zero-shot tasks", caption, [Panel({"": traces}, layout)])]
 
 
-def _positions(runs: Sequence[Run]) -> list[Figure]:
-    by_name: dict[str, list[dict]] = {}
+def _comparable(runs: Sequence[Run], part: str) -> Iterator[tuple[str, list[tuple[int, Run, dict[str, Any]]]]]:
+    """Evaluations that have this part, those that differ in the weights alone together, under a heading."""
+    together: dict[str, list[tuple[int, Run, dict[str, Any]]]] = {}
     for i, run in enumerate(runs):
         for found in run.evaluations:
-            if "positions" in found:
-                places = found["positions"]
-                trace = _line(i, run, [p["last"] + 1 for p in places], rounded(p["value"] for p in places))
-                trace |= {"mode": "lines+markers", "error_y": _interval([p["stderr"] for p in places])}
-                by_name.setdefault(found["name"], []).append(trace)
+            if part in found:
+                together.setdefault(measured(found), []).append((i, run, found))
+    names = Counter(entries[0][2]["name"] for entries in together.values())
+    for entries in together.values():
+        first = entries[0][2]
+        yield label(first["name"] + (about(first) if names[first["name"]] > 1 else "")), entries
+
+
+def _positions(runs: Sequence[Run]) -> list[Figure]:
     panels = []
-    for name, traces in by_name.items():
+    for heading, entries in _comparable(runs, "positions"):
+        traces = []
+        for i, run, found in entries:
+            places = found["positions"]
+            trace = _line(i, run, [p["last"] + 1 for p in places], rounded(p["value"] for p in places))
+            traces.append(trace | {"mode": "lines+markers", "error_y": _interval([p["stderr"] for p in places])})
         places = sorted({x for trace in traces for x in trace["x"]})
         ticks = {"type": "log", "tickvals": places, "ticktext": [f"{place}" for place in places]}
-        panels.append(Panel({"": traces}, _axes("position", "loss", xaxis=ticks), label(name)))
+        panels.append(Panel({"": traces}, _axes("position", "loss", xaxis=ticks), heading))
     caption = "Mean loss up to each position, from twice as early; bars are 95 % intervals over sequences."
     return [Figure("positions", "Loss by position", caption, panels)] if panels else []
 
 
 def _needles(runs: Sequence[Run]) -> list[Figure]:
-    by_name: dict[str, list[dict]] = {}
-    for i, run in enumerate(runs):
-        for found in run.evaluations:
-            if "depths" in found:
-                places = sorted(found["depths"], key=lambda place: place["depth"])
-                trace = _line(i, run, [p["depth"] for p in places], rounded(percent(p["value"]) for p in places))
-                errors = _interval([percent(p["stderr"]) for p in places])
-                by_name.setdefault(found["name"], []).append(trace | {"mode": "lines+markers", "error_y": errors})
     axes = _axes("depth of the needle", "found, %", yaxis={"range": [-5, 105]})
-    panels = [Panel({"": traces}, axes, label(name)) for name, traces in by_name.items()]
+    panels = []
+    for heading, entries in _comparable(runs, "depths"):
+        traces = []
+        for i, run, found in entries:
+            places = sorted(found["depths"], key=lambda place: place["depth"])
+            trace = _line(i, run, [p["depth"] for p in places], rounded(percent(p["value"]) for p in places))
+            errors = _interval([percent(p["stderr"]) for p in places])
+            traces.append(trace | {"mode": "lines+markers", "error_y": errors})
+        panels.append(Panel({"": traces}, axes, heading))
     caption = (
         "How often the model writes a number that is hidden in a text and asked for after it; depth 0 is the text's "
-        "beginning. The last part of a heading is the length in tokens; bars are 95 % intervals over haystacks."
+        "beginning. The number in a heading is the length in tokens; bars are 95 % intervals over haystacks."
     )
     return [Figure("needles", "Needles in haystacks", caption, panels)] if panels else []
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from affine_attn.evaluate.results import TABLE_1, average
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
-from affine_attn.report.runs import Run, read_runs
+from affine_attn.report.runs import Run, about, measured, read_runs
 
 # Rows of the summary: heading, and where result.json (or "gradients" in it) has the number.
 _RESULTS = {
@@ -249,37 +249,34 @@ def _memory(run: Run) -> str:
 def _evaluations(runs: Sequence[Run]) -> str:
     """One row per number. What differs in anything but the weights is another row."""
     cells: dict[tuple[str, ...], dict[int, list[str]]] = {}
+    told: dict[str, str] = {}
     for i, run in enumerate(runs):
         for result in run.evaluations:
-            identity = {**result["identity"], "model": result["identity"]["model"].get("dtype")}
-            key, about = json.dumps(identity, sort_keys=True), _about(result)
+            key = measured(result)
+            told.setdefault(key, about(result))
             metrics = dict(result["metrics"])
             if result["name"] in TABLE_1:
                 metrics = {name: {k: percent(v) for k, v in cell.items()} for name, cell in metrics.items()}
             for metric, cell in metrics.items():
-                row = (result["name"], metric, about, key)
+                row = (result["name"], metric, key)
                 cells.setdefault(row, {}).setdefault(i, []).append(_with_error(cell))
         limits = {result["limit"] for result in run.zero_shot.values()}
         # A mean over different parts of the tasks would be compared with those of others.
         if len(limits) == 1 and (six := average(run.zero_shot)):
-            row = ("average of the six", "%", _about({"limit": limits.pop()}), "")
+            row = ("average of the six", "%", about({"limit": limits.pop()}))
+            told[row[2]] = row[2]
             cells.setdefault(row, {})[i] = [_with_error({k: percent(v) for k, v in six.items()})]
     if not cells:
         return ""
     rows = [
-        (f"{name} {metric}{about}", ["; ".join(found.get(i, ())) for i in range(len(runs))])
-        for (name, metric, about, _), found in cells.items()
+        (f"{name} {metric}{told[key]}", ["; ".join(found.get(i, ())) for i in range(len(runs))])
+        for (name, metric, key), found in cells.items()
     ]
     caption = "Tasks in %. ± is one standard error; in brackets the 95 % interval, 1.96 standard errors to each side."
     return (
         f'<div class="card"><h3>Results</h3><p class="caption">{escape(caption)}</p>'
         f"{_table([run.name for run in runs], rows)}</div>"
     )
-
-
-def _about(result: dict[str, Any]) -> str:
-    parts = [f"first {result['limit']}" if result.get("limit") else "", Path(str(result.get("data") or "")).name]
-    return "".join(f" · {part}" for part in parts if part)
 
 
 def _with_error(cell: dict[str, float | None]) -> str:

@@ -41,6 +41,18 @@ class Run(training.Run):
         return {result["name"]: result for result in sorted(of_tasks, key=lambda result: result["limit"] or math.inf)}
 
 
+def measured(result: dict[str, Any]) -> str:
+    """All that decides an evaluation but the weights: results with the same may be compared."""
+    return json.dumps({**result["identity"], "model": result["identity"]["model"].get("dtype")}, sort_keys=True)
+
+
+def about(result: dict[str, Any]) -> str:
+    """What the name of an evaluation leaves out. Many files are called valid.jsonl: their folder tells them apart."""
+    data = "/".join(Path(str(result.get("data") or "")).parts[-2:])
+    parts = [f"first {result['limit']}" if result.get("limit") else "", data]
+    return "".join(f" · {part}" for part in parts if part)
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     if not folders:
         raise ValueError("a report needs the folder of at least one run")
