@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -259,6 +261,21 @@ def test_a_resumed_run_has_the_losses_of_one_never_stopped(data, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not (cut / "checkpoint.tmp").exists()
     assert (cut / "checkpoint-6" / "trainer_state.json").exists()
+
+
+def test_two_runs_do_not_share_a_folder(data, tmp_path):
+    """Nor is one that was killed waited for: its lock goes with it."""
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-uc", hold, tmp_path / ".lock"], stdin=-1, stdout=-1) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="another process is training in"):
+            run(tiny(data, steps=4), tmp_path)
+        assert not (tmp_path / "recipe.json").exists()
+        other.kill()
+    assert run(tiny(data, steps=4), tmp_path).is_dir()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_path):

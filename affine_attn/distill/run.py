@@ -3,10 +3,11 @@
 The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
 names say what is in them), the checkpoints and, at the end, ``result.json`` and ``model``: the student with the
 tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a folder inside,
-``teacher``.
+``teacher``. The empty ``.lock`` keeps other runs out.
 """
 
 import dataclasses
+import fcntl
 import importlib.util
 import json
 import logging
@@ -14,7 +15,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length
 
-RECIPE, TEACHER = "recipe.json", "teacher"
+RECIPE, TEACHER, LOCK = "recipe.json", "teacher", ".lock"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {
     "micro_batch", "gradient_checkpointing", "compile", "workers", "save_steps", "keep_checkpoints",
@@ -90,29 +91,44 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         few = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
         trainer.add_callback(Statistics(output, recipe.statistics_steps, few, trainer.metrics))
     trainer.accelerator.wait_for_everyone()
-    if args.should_save:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / RECIPE, dataclasses.asdict(recipe))
-        write_json(output / ENVIRONMENT, environment(args))
-    with _on_sigterm(trainer.stop):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.state.global_step < recipe.steps:
-        raise Terminated(f"stopped by SIGTERM: {get_last_checkpoint(str(output))} is complete, go on with --resume")
-    unfinished = output / f"{MODEL}.tmp"
-    with all_or_nothing(unfinished, str(output / MODEL)):
-        trainer.save_model(str(unfinished))
-        if args.should_save and dataset.tokenizer.is_dir():
-            shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
-    if args.should_save:
-        write_json(output / RESULT, result(output))
-        unfinished.replace(output / MODEL)
-    trainer.accelerator.wait_for_everyone()
+    with _alone_in(output) if args.should_save else nullcontext():
+        if args.should_save:
+            write_json(output / RECIPE, dataclasses.asdict(recipe))
+            write_json(output / ENVIRONMENT, environment(args))
+        with _on_sigterm(trainer.stop):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.state.global_step < recipe.steps:
+            raise Terminated(f"stopped by SIGTERM: {get_last_checkpoint(str(output))} is complete, go on with --resume")
+        unfinished = output / f"{MODEL}.tmp"
+        with all_or_nothing(unfinished, str(output / MODEL)):
+            trainer.save_model(str(unfinished))
+            if args.should_save and dataset.tokenizer.is_dir():
+                shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
+        if args.should_save:
+            write_json(output / RESULT, result(output))
+            unfinished.replace(output / MODEL)
+        trainer.accelerator.wait_for_everyone()
     return output / MODEL
 
 
 def take_up(recipe: Recipe, output: Path) -> Path:
     """``run``, with what an earlier call has finished or begun."""
     return run(recipe, output, resume=(output / RECIPE).exists())
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Two runs in one folder would mix their lines and checkpoints.
+
+    The lock is of this process alone, unlike one of flock: workers that outlive a killed run do not hold it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(f"another process is training in {output}: let it end, or give a new folder") from error
+        yield
 
 
 @contextmanager
