@@ -87,6 +87,7 @@ def test_flops_are_those_of_the_formula():
         (["teacher=train:nanno"], "student=nanno is no preset"),
         (["loss=kl"], "loss: its kind is 'kl'"),
         (["rho=1"], "momentum must be a number in"),
+        (["beta2=1"], "beta2 must be at least 0 and below 1, got 1.0"),
         (["warmup_steps=690"], "are more than steps=700"),
         (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=4"),
         (["teacher=nobody/nothing"], "teacher=nobody/nothing is no folder and no preset"),
@@ -318,8 +319,17 @@ def test_old_checkpoints_go_and_data_must_fit(data, tmp_path):
     AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=32)).save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match=r"has tokens up to 63, teacher=.*small knows 32"):
         run(tiny(data, teacher=str(tmp_path / "small")), tmp_path / "other")
+    AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=70)).save_pretrained(tmp_path / "large")
+    large = str(tmp_path / "large")
+    with pytest.raises(ValueError, match=r"has 64 and teacher=.*large has 70 vocabulary entries: give shared_vocab"):
+        run(tiny(data, teacher=large), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has 64 and teacher=.*large has 70 vocabulary entries, fewer than shared_v"):
+        run(tiny(data, teacher=large, shared_vocab=65), tmp_path / "other")
+    with pytest.raises(ValueError, match="top_k=65 is more than the 64 vocabulary entries of the target"):
+        run(tiny(data, teacher=large, shared_vocab=64, top_k=65), tmp_path / "other")
     with pytest.raises(ValueError, match="affine-attn prepare"):
         run(tiny(tmp_path / "nowhere"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
     (tmp_path / "recipe.json").write_text("{")
     with pytest.raises(ValueError, match=r"recipe\.json is damaged"):
         run(tiny(data), tmp_path, resume=True)

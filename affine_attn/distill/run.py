@@ -71,6 +71,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     teacher = _teacher(recipe, output)
     if teacher is not None and needed > (known := teacher.config.get_text_config().vocab_size):
         raise ValueError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
+    _require_target(recipe, config.vocab_size, teacher)
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(
@@ -109,6 +110,21 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
             unfinished.replace(output / MODEL)
         trainer.accelerator.wait_for_everyone()
     return output / MODEL
+
+
+def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:
+    """What the loss would refuse in the first step, when the folder holds a run with that recipe."""
+    sizes = {f"student={recipe.student}": entries}
+    if teacher is not None:
+        sizes[f"teacher={recipe.teacher}"] = teacher.get_output_embeddings().weight.shape[0]
+    has = f"{' and '.join(f'{who} has {size}' for who, size in sizes.items())} vocabulary entries"
+    if recipe.shared_vocab is None and len(set(sizes.values())) > 1:
+        raise ValueError(f"{has}: give shared_vocab, the number of leading ones that mean the same")
+    count = recipe.shared_vocab or entries
+    if count > min(sizes.values()):
+        raise ValueError(f"{has}, fewer than shared_vocab={count}")
+    if recipe.top_k is not None and recipe.top_k > count:
+        raise ValueError(f"top_k={recipe.top_k} is more than the {count} vocabulary entries of the target")
 
 
 def take_up(recipe: Recipe, output: Path) -> Path:
