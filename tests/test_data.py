@@ -174,6 +174,15 @@ def test_every_format_gives_the_same_shards(tmp_path, tokenizer):
     assert all(result == results["a.jsonl"] for result in results.values())
 
 
+def test_suffixes_may_be_in_capitals(tmp_path):
+    line = b'{"text": "one"}\n'
+    (tmp_path / "A.JSONL").write_bytes(line)
+    (tmp_path / "B.Jsonl.GZ").write_bytes(gzip.compress(line))
+    (tmp_path / "C.TXT").write_bytes(b"one")
+    found = [text for source in find_sources([str(tmp_path)]) for text, _ in source.read(0)]
+    assert found == ["one"] * 3
+
+
 def test_a_hub_dataset_is_streamed(tmp_path, monkeypatch, tokenizer):
     texts = _texts(40, seed=2)
     lines = _write_jsonl(tmp_path / "a.jsonl", texts)

@@ -73,7 +73,7 @@ def find_sources(
 
 
 def _format(path: Path) -> str | None:
-    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in COMPRESSED]
+    suffixes = [suffix for suffix in map(str.lower, path.suffixes[-2:]) if suffix not in COMPRESSED]
     suffix = suffixes[-1] if suffixes else ""
     kinds = {"json lines": JSON_LINES, "text": PLAIN_TEXT, "parquet": (".parquet",)}
     return next((kind for kind, known in kinds.items() if suffix in known), None)
@@ -91,7 +91,7 @@ def _file(path: Path, text_field: str, separator: str | None) -> Source:
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
-    match path.suffix:
+    match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
         case ".xz":
