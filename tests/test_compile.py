@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
+from affine_attn.core import fused
 from affine_attn.core.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
 from tests.cases import SPECS
@@ -55,6 +56,20 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
         for function in (compiled, attention)
     ]
     _assert_same(*results)
+
+
+def test_a_batch_of_any_size_is_exported_up_to_what_a_grid_holds(monkeypatch):
+    """As on CUDA, where the choice of an engine has a limit: torch must be able to name it."""
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, alpha: Tensor) -> Tensor:
+            return attention(q, q, q, alpha=alpha, beta=alpha)
+
+    q = torch.randn(3, 4, 32, 16)
+    sizes = {0: torch.export.Dim("batch")}
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"Dim\('batch', max=16383\)"):
+        torch.export.export(Attention(), (q, q[..., 0]), dynamic_shapes=(sizes, sizes))
 
 
 @torch.no_grad()
