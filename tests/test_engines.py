@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from affine_attn import Mask, attention, attention_stats
 from affine_attn.core import fused, hopper
@@ -75,6 +76,16 @@ def test_a_mask_that_an_evaluation_saw_first_can_be_trained_with():
         built = flex._block_mask(call)
     assert flex._block_mask(call) is built
     assert not built.kv_indices.is_inference()
+
+
+@torch.no_grad()
+def test_a_fake_call_leaves_nothing_to_real_ones():
+    """Sizes are asked for with fake tensors; the mask may be the same, the default one say."""
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 9, 16)
+        attention(fake, fake, fake, impl="flex")
+    q = torch.randn(1, 2, 9, 16)
+    torch.testing.assert_close(attention(q, q, q, impl="flex"), attention(q, q, q, impl="reference"))
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "blocked"])

@@ -121,7 +121,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
             gradients = backward(Flat(*tensors, *ctx.options).call(), dy, Output(y, out, lse, sums))
             return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
 
-    return lambda call: op(*call.flat())[0] if _is_traced(call) else Eager.apply(*call.flat())
+    return lambda call: op(*call.flat())[0] if is_traced(call) else Eager.apply(*call.flat())
 
 
 def _no_second_derivative(ctx, *_):
@@ -132,7 +132,7 @@ def register_inference(name: str, forward: Forward, fake: Forward) -> Callable[[
     """The same for an engine without a backward."""
     forward = on_its_device(forward)
     op = _operator(name, forward, fake)
-    return lambda call: op(*call.flat())[0] if _is_traced(call) else forward(call).y
+    return lambda call: op(*call.flat())[0] if is_traced(call) else forward(call).y
 
 
 def _operator(name: str, forward: Forward, fake: Forward):
@@ -145,7 +145,8 @@ def _operator(name: str, forward: Forward, fake: Forward):
     return op
 
 
-def _is_traced(call: Call) -> bool:
+def is_traced(call: Call) -> bool:
+    """Whether its tensors may be without numbers: a compiler's, or fake ones."""
     return torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
 
 

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import (
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
+from affine_attn.core.ops import is_traced
 from affine_attn.core.quarantine import visible_sum, visible_sum_backward
 from affine_attn.core.reference import own_precision, row_dtype
 
@@ -103,9 +104,9 @@ def _score_mod(call: Call):
 def _block_mask(call: Call) -> BlockMask:
     """Built once per mask and shape: the layers of a model share their mask object."""
     tensors = call.mask.tensors.values()
-    # A compiled graph that looked into what is remembered would be compiled again for every new mask, and tensors made
-    # in inference mode do not tell whether they were changed since.
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+    # A compiled graph that looked into what is remembered would be compiled again for every new mask, a fake block mask
+    # is for fake calls alone, and tensors made in inference mode do not tell whether they were changed since.
+    if is_traced(call) or any(x.is_inference() for x in tensors):
         return _new_block_mask(call)
     masks = _block_masks.setdefault(call.mask, {})
     shape, versions = (call.q.shape[0], call.tq, call.tk, call.q.device), tuple(x._version for x in tensors)
