@@ -1,7 +1,7 @@
 """What experiments with other gradients than those of core/fused.py share: taking their place, and being right."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -15,11 +15,18 @@ from benchmarks.steps import inputs_of, method_of
 
 AFFINE = Case("affine", "auto", "affine")
 GradientsOf = Callable[[Any, torch.Tensor, Output, AttentionBackward], Gradients]
+_Result = TypeVar("_Result")
 
 
-def instead(gradients: GradientsOf, function: Callable[[], Any]) -> Callable[[], Any]:
+def instead(gradients: GradientsOf, function: Callable[[], _Result]) -> Callable[[], _Result]:
     """The function with these gradients where core/fused.py has its own."""
-    return mock.patch.object(fused, "gradients", gradients)(function)
+
+    # Not as a decorator: that would change a function which another patch has decorated, as steps.py does.
+    def run() -> _Result:
+        with mock.patch.object(fused, "gradients", gradients):
+            return function()
+
+    return run
 
 
 def wrong(gradients: GradientsOf, shape: Shape, device: torch.device) -> str | None:

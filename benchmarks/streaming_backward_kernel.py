@@ -347,7 +347,7 @@ def streaming_backward_kernel(
             (_bring_rows, (rows, memory, barriers, sizes, GROUP, PANELS, SAVED)),
             (_bring_totals, (rows, memory, barriers, sizes, PANELS)),
             (_write_rows, (rows, memory, barriers, sizes, p_dy, strides, GROUP, PANELS)),
-        ], [4, 1, 1, 1, 1], [200, 40, 40, 104, 48])  # fmt: skip
+        ], [4, 1, 1, 1, 1], [192, 40, 40, 112, 48])  # fmt: skip
     else:
         gl.warp_specialize([
             (_differentiate, (0, p_totals, d_dv, memory, barriers, sizes, GROUP, PANELS, STAGES)),

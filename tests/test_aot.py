@@ -295,7 +295,7 @@ def test_the_streaming_backward_compiles_within_limits(head_dim, group, tmp_path
     constants = {"GROUP": group, "PANELS": head_dim // 64, "STAGES": stages, "SAVED": 8}
     types = dict.fromkeys(("d_dy", "d_o", "d_v", "d_dv"), _descriptor("bf16", 64, 64))
     types |= {"p_totals": "*i32", "p_dy": "*bf16"}
-    compiled = _compile_gluon(kernel, types, constants, streaming_backward.registers(head_dim))
+    compiled = _compile_gluon(kernel, types, constants, streaming_backward.registers(head_dim), aligned=True)
     # A program takes one KiB besides.
     assert programs * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
     assert _stack(compiled, tmp_path) <= 32
@@ -312,7 +312,7 @@ def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_b
     types = dict.fromkeys(("d_q", "d_dy"), _descriptor("bf16", hopper_backward.QUERIES, head_dim))
     types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", keys, head_dim))
     types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", half, head_dim))
-    compiled = _compile_gluon(kernel, types | dict.fromkeys(("factor", "scale"), "fp32"), constants)
+    compiled = _compile_gluon(kernel, types | dict.fromkeys(("factor", "scale"), "fp32"), constants, aligned=True)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     assert _stack(compiled, tmp_path) <= 32
     code = _tool("--dump-sass", tmp_path / "kernel.cubin")
@@ -339,8 +339,15 @@ def _descriptor(dtype: str, rows: int, columns: int) -> str:
 
 
 def _compile_gluon(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int] | None = None
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int] | None = None,
+    aligned: bool = False,
 ):
+    """Aligned as torch's tensors are: wide loads take other registers."""
     rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in kernel.arg_names}
-    source = GluonASTSource(kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants)
+    pointers = [i for i, name in enumerate(kernel.arg_names) if name.startswith("p_") and name not in constants]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else None
+    source = GluonASTSource(kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))

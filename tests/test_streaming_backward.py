@@ -1,6 +1,7 @@
 """The experiment of benchmarks/streaming_backward.py: its kernel, simulated on the CPU."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from affine_attn.core.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.ops import Output
 from benchmarks import streaming_backward
+from benchmarks.other_gradients import instead
 from tests.cases import SPECS
 
 pytest.importorskip("triton")
@@ -48,6 +50,14 @@ def differentiate(monkeypatch, call, dy, output, programs, seed, edit=lambda sou
     results = (*streaming_backward.add_gradients(call, given, output, dv), dv)
     assert torch.equal(given, dy)
     return results
+
+
+def test_what_is_in_use_is_timed_beside_it():
+    """Of functions that are patched already, as those of benchmarks/steps.py."""
+    in_use = mock.patch.object(fused, "_LONG", 1)(lambda: fused.gradients)
+    one_pass = instead(streaming_backward.gradients, in_use)
+    assert one_pass() is streaming_backward.gradients
+    assert in_use() is fused.gradients
 
 
 @pytest.mark.parametrize("name", CASES)
