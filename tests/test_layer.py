@@ -5,6 +5,7 @@ import math
 import pickle
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -299,6 +300,11 @@ def test_parameters_of_a_logit_that_no_operator_could_be_told_are_refused(logits
 
     with pytest.raises(ValueError, match=r"the parameters of a logit must be int or float, got .*Other"):
         encode_logit(Other())
+
+
+def test_a_number_of_numpy_that_is_a_float_is_a_parameter_of_a_logit():
+    logit = ScaleInvariant(np.float64(3.0))
+    assert decode_logit(encode_logit(logit)) == logit == ScaleInvariant(3.0)
 
 
 def test_specs_are_hashable_values():

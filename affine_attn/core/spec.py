@@ -217,7 +217,7 @@ def encode_logit(logit: Logit | None) -> str:
         return ""
     # __match_args__ are the fields of a dataclass, in a form that a compiler can trace.
     values = [getattr(logit, name) for name in logit.__match_args__]
-    if any(type(value) not in (int, float) for value in values):
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise ValueError(f"the parameters of a logit must be int or float, got {logit!r}")
     if torch.compiler.is_compiling():
         # A number that was another before, in another layer say, is a variable to the compiler; a name needs its value.
