@@ -323,6 +323,9 @@ def test_layers_may_differ():
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"num_attention_heads": 3, "hidden_size": 33}, "must be a multiple of num_key_value_heads"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({"sliding_window": 4}, "sliding_window is no setting here, got 4; window is the one to give"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is no setting here"),
+        ({"attention_chunk_size": 4}, "attention_chunk_size is no setting here, got 4"),
         ({"partial_rotary_factor": 0.5}, "needs rope_type 'proportional', got 0.5 with 'default'"),
         (
             {

@@ -53,6 +53,10 @@ class AffineAttnConfig(LlamaConfig):
             raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
         if (self.head_dim or 0) % 2:
             raise ValueError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
+        for name in ("sliding_window", "layer_types", "attention_chunk_size"):
+            # Caches of transformers would read it and drop keys that the layers see.
+            if (value := getattr(self, name, None)) is not None:
+                raise ValueError(f"AffineAttnConfig: {name} is no setting here, got {value}; window is the one to give")
         rope: dict[str, Any] = dict(self.rope_parameters or {})
         # This type has a frequency of 0 for the other channels. Others give a table that is too short, or ignore it.
         if rope.get("rope_type") != "proportional" and (rope.get("partial_rotary_factor") or 1) != 1:
