@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
+from affine_attn.commit import commit
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import estimate, shards
-from affine_attn.distill.environment import _commit, environment
+from affine_attn.distill.environment import environment
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
 from affine_attn.distill.recipes import LEARNING_RATES, recipe
@@ -250,11 +251,11 @@ def test_a_commit_is_that_of_the_folder_itself(tmp_path):
     git("add", "file")
     git("commit", "-m", "first")
     head = git("rev-parse", "HEAD").stdout.strip()
-    assert _commit(tmp_path) == head
+    assert commit(tmp_path) == head
     (tmp_path / "file").write_text("2")
-    assert _commit(tmp_path) == f"{head}-dirty"
+    assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "inside").mkdir()
-    assert _commit(tmp_path / "inside") is None
+    assert commit(tmp_path / "inside") is None
 
 
 def test_a_reporter_that_is_not_installed_is_one_sentence(data, tmp_path, monkeypatch):

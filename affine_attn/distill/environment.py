@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import platform
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -11,18 +9,19 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
+from affine_attn.commit import commit
+
 ENVIRONMENT = "environment.json"
 
 
 def environment(args: TrainingArguments) -> dict[str, Any]:
-    """``commit`` is that of the package's repository, with ``-dirty`` if files were changed; an installed package has
-    its version alone."""
+    """An installed package has its version alone, a checkout its commit too."""
     cuda = args.device.type == "cuda"
     code = {"affine_attn": importlib.metadata.version("affine-attn")} if _installed() else {}
-    commit = _commit(Path(__file__).parents[2])
+    checkout = commit()
     return {
         **code,
-        **({"commit": commit} if commit else {}),
+        **({"commit": checkout} if checkout else {}),
         **{module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(args.device) if cuda else platform.machine(),
@@ -35,15 +34,3 @@ def environment(args: TrainingArguments) -> dict[str, Any]:
 
 def _installed() -> bool:
     return any(found.name == "affine-attn" for found in importlib.metadata.distributions())
-
-
-def _commit(root: Path) -> str | None:
-    """None unless the folder itself is a repository: one further up would be another project's."""
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        # No git on this machine, or a folder that it does not trust.
-        return None

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
@@ -17,6 +16,7 @@ import torch
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
 from affine_attn.models.convert import load, named_place, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
@@ -143,24 +143,7 @@ def provenance() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {"versions": versions, "commit": _commit()}
-
-
-def _commit() -> str | None:
-    """With a mark where the code that ran differs from it."""
-    package = Path(__file__).parent.parent
-    if not (package.parent / ".git").exists():
-        return None  # a repository further up is another project's, such as one that has this package in its .venv
-    commit = _git(package, "rev-parse", "--short", "HEAD")
-    return f"{commit}+changes" if commit and _git(package, "status", "--porcelain", "--", ".") else commit
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return {"versions": versions, "commit": commit()}
 
 
 def accuracy(result: dict[str, Any]) -> dict[str, float | None]:
