@@ -22,9 +22,9 @@ from affine_attn.cli import app
 from affine_attn.commit import commit
 from affine_attn.evaluate import harness
 from affine_attn.evaluate.harness import BatchedLM
-from affine_attn.evaluate.results import measured_once
+from affine_attn.evaluate.results import TABLE_1, measured_once
 from affine_attn.evaluate.score import Pair, batch_rows, score, score_file
-from affine_attn.evaluate.tasks import SIX, LocalData, find_tasks
+from affine_attn.evaluate.tasks import LocalData, find_tasks
 from affine_attn.models import convert
 from tests.evaluation_sets import TEXTS, small_llama, write_sets
 from tests.hf import stir, tiny_model
@@ -124,10 +124,10 @@ def same_as_alone(ours: dict[str, dict], alone: dict[str, dict]) -> None:
 
 def test_the_six_tasks_have_the_numbers_of_the_harness_alone(llama, converted, sets, tmp_path):
     native = values(results(llama, "--data", sets, "--output", tmp_path / "native"))
-    assert tuple(native) == SIX
+    assert list(native) == list(TABLE_1)
     ours = values(results(converted, "--data", sets, "--output", tmp_path / "ours"))
     assert ours == native
-    files = {task.name: next(iter(task.files.values())) for task in find_tasks(SIX, LocalData.parse([str(sets)]))}
+    files = {task.name: next(iter(task.files.values())) for task in find_tasks(TABLE_1, LocalData.parse([str(sets)]))}
     same_as_alone(native, harness_alone(llama, files, tmp_path / "alone"))
 
 
@@ -152,7 +152,7 @@ def test_on_the_real_sets_the_numbers_are_those_of_the_harness_alone(tmp_path):
     given = ["--data", REAL_DATA, "--limit", "24"]
     native = values(results(llama, *given, "--output", tmp_path / "native"))
     assert values(results(converted, *given, "--output", tmp_path / "ours")) == native
-    files = {task.name: task.files for task in find_tasks(SIX, LocalData.parse([REAL_DATA]))}
+    files = {task.name: task.files for task in find_tasks(TABLE_1, LocalData.parse([REAL_DATA]))}
     evaluated = {name: found.get("test") or found["validation"] for name, found in files.items()}
     same_as_alone(native, harness_alone(llama, evaluated, tmp_path / "alone", limit=24))
 
@@ -248,11 +248,11 @@ def test_a_result_says_what_it_is(converted, sets, tmp_path):
 
 def test_the_table_is_that_of_the_paper(converted, sets, tmp_path):
     given = ["--data", sets, "--data", f"c4={sets / 'texts.jsonl'}", "--output", tmp_path]
-    answer = run(converted, *SIX, "c4", *given)
+    answer = run(converted, *TABLE_1, "c4", *given)
     assert answer.exit_code == 0, answer.output
     for heading in ("C4 PPL", "Wino", "PIQA", "Hella", "ARC-c", "ARC-e", "BoolQ", "Avg."):
         assert heading in answer.stdout
-    found = json.loads(run(converted, *SIX, *given, "--json").stdout)
+    found = json.loads(run(converted, *TABLE_1, *given, "--json").stdout)
     cells = [r["metrics"].get("acc_norm", r["metrics"]["acc"])["value"] for r in found["results"]]
     assert found["average"]["value"] == pytest.approx(sum(cells) / 6)
     assert f"{100 * sum(cells) / 6:.1f}" in answer.stdout
@@ -271,7 +271,7 @@ print(json.dumps([[answer.exit_code, answer.stdout, answer.stderr] for answer in
 
 def test_scored_where_no_harness_is_the_metrics_are_the_same(converted, sets, tmp_path):
     texts = sets / "texts.jsonl"
-    tasks = [*SIX, "c4", "--data", sets, "--data", f"c4={texts}"]
+    tasks = [*TABLE_1, "c4", "--data", sets, "--data", f"c4={texts}"]
     asked, scores = tmp_path / "requests.jsonl.gz", tmp_path / "scores.jsonl"
     exported = run(converted, *tasks, "--export-requests", asked)
     assert exported.exit_code == 0, exported.output
@@ -297,7 +297,7 @@ def test_scored_where_no_harness_is_the_metrics_are_the_same(converted, sets, tm
     direct = results(converted, *tasks, "--output", tmp_path / "direct")
     assert imported["winogrande"]["identity"] == direct["winogrande"]["identity"]
     assert imported["winogrande"]["model"]["parameters"] == direct["winogrande"]["model"]["parameters"]
-    for task in SIX:
+    for task in TABLE_1:
         assert imported[task]["metrics"] == direct[task]["metrics"]
     for name, cell in direct["c4"]["metrics"].items():
         assert imported["c4"]["metrics"][name] == pytest.approx(cell, rel=1e-5), name

@@ -25,7 +25,7 @@ FOLDER = "evaluation"
 DTYPES = ("float32", "bfloat16", "float16")
 # Files of a model folder that decide what it computes.
 _DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
-# Columns of the paper's Table 1: task, heading. acc_norm where the harness has it, which the paper leaves unsaid.
+# Columns of the paper's Table 1, in its order: task, heading.
 TABLE_1 = {
     "winogrande": "Wino",
     "piqa": "PIQA",
@@ -147,7 +147,7 @@ def provenance() -> dict[str, Any]:
 
 
 def accuracy(result: dict[str, Any]) -> dict[str, float | None]:
-    """The number of a task in Table 1."""
+    """The number of a task in Table 1: acc_norm where the harness has it, which the paper leaves unsaid."""
     metrics = result["metrics"]
     return metrics.get("acc_norm") or metrics["acc"]
 

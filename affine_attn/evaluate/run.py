@@ -20,7 +20,7 @@ from affine_attn.evaluate.long_context import (
     needle_retrieval,
 )
 from affine_attn.evaluate.perplexity import encode, shard_perplexity, text_perplexity
-from affine_attn.evaluate.results import Subject, average, measured_once, sha256
+from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once, sha256
 from affine_attn.evaluate.score import REQUESTS, SCORES, Pair, Score, digest, read_lines, write_lines
 
 # Of windows where none is given, as in the paper's training; less for a model that has less.
@@ -115,9 +115,9 @@ def export_requests(subject: Subject, request: Request, file: Path) -> int:
 
 def _tasks(request: Request) -> list[Any]:
     # Before the harness itself: where it is not installed, this says so.
-    from affine_attn.evaluate.tasks import SIX, LocalData, find_tasks
+    from affine_attn.evaluate.tasks import LocalData, find_tasks
 
-    default = () if request.texts or request.shards else SIX
+    default = () if request.texts or request.shards else TABLE_1
     return find_tasks(request.tasks or default, LocalData.parse(request.data))
 
 

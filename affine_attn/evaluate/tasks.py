@@ -28,8 +28,6 @@ from lm_eval.api.task import ConfigurableTask
 
 from affine_attn.evaluate.results import sha256
 
-# Of the paper's Table 1, in its order.
-SIX = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zst")
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
