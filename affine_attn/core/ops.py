@@ -33,6 +33,11 @@ class Output(NamedTuple):
     saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
     saved_sums: Tensor  # sums of tiles of v; empty where nothing needs them
 
+    @classmethod
+    def alone(cls, y: Tensor) -> "Output":
+        """Of an engine whose backward recomputes everything, or that has none."""
+        return cls(y, *(y.new_empty(0) for _ in range(3)))
+
 
 Gradients = tuple[Tensor | None, ...]
 Forward = Callable[[Call], Output]

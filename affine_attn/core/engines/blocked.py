@@ -37,7 +37,7 @@ def forward(call: Call) -> Output:
         w = weights(p, visible, rows_of(call.alpha, rows), rows_of(call.beta, rows))
         out = grouped_matmul(w, v[:, :, keys])
         y[:, :, rows] = out if call.gate is None else out * call.gate[:, :, rows]
-    return Output(y, *(y.new_empty(0) for _ in range(3)))
+    return Output.alone(y)
 
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
@@ -96,8 +96,7 @@ def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
 
 
 def fake(call: Call) -> Output:
-    y = torch.empty_like(call.q)
-    return Output(y, *(y.new_empty(0) for _ in range(3)))
+    return Output.alone(torch.empty_like(call.q))
 
 
 _LOOK_ON = ("cpu", "cuda")
