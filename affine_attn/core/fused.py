@@ -24,6 +24,7 @@ from torch import Tensor
 from affine_attn.core import visible_sums
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward, PlainAttention
+from affine_attn.core.gpu import cdiv, padded
 from affine_attn.core.ops import Gradients, Output
 
 _RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
@@ -143,11 +144,11 @@ class _Plan(NamedTuple):
     @property
     def block_segments(self) -> int:
         """Segments of a block."""
-        return max(_BLOCK // self.tile.segment, ceil(self.key_segments, _BLOCKS))
+        return max(_BLOCK // self.tile.segment, cdiv(self.key_segments, _BLOCKS))
 
     @property
     def blocks(self) -> int:
-        return ceil(self.key_segments, self.block_segments)
+        return cdiv(self.key_segments, self.block_segments)
 
     def walkers(self, call: Call) -> int:
         """Heads that walk: those of k, each with its group, or without sums those of q."""
@@ -164,7 +165,7 @@ class _Plan(NamedTuple):
 
 
 def plan_of(call: Call) -> _Plan:
-    d = max(16, 1 << (call.q.shape[-1] - 1).bit_length())
+    d = padded(call.q.shape[-1])
     sums = 0
     if call.beta is not None:
         sums = _TABLE if call.mask.restrictions else _RUNNING if call.mask.causal else _WHOLE
@@ -174,15 +175,11 @@ def plan_of(call: Call) -> _Plan:
         tile = tile._replace(tokens=2 * tile.tokens)
     # Without a causal mask every query sees every key; segments then only cut the sum.
     older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
-    n_older = max(0, ceil(older, tile.segment))
+    n_older = max(0, cdiv(older, tile.segment))
     return _Plan(
-        tile, sums, d, ceil(call.tq, tile.tokens), ceil(call.tq, tile.segment),
-        n_older + ceil(covered, tile.segment), older, n_older,
+        tile, sums, d, cdiv(call.tq, tile.tokens), cdiv(call.tq, tile.segment),
+        n_older + cdiv(covered, tile.segment), older, n_older,
     )  # fmt: skip
-
-
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def finish(call: Call, attention: PlainAttention) -> Output:
@@ -296,7 +293,7 @@ class _RowGradients:
         if plan.sums == _RUNNING:
             # Does both: a launch less.
             tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
-            _kernels().add_seen_by_kernel[(ceil(call.tq, tokens), batch * kv_heads)](
+            _kernels().add_seen_by_kernel[(cdiv(call.tq, tokens), batch * kv_heads)](
                 dv, self.weighted, self.totals, self.dy, self.alpha, gate, *strides(dv), *strides(self.dy),
                 *strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
                 HAS_ALPHA=is_negated and self.alpha is not None, HAS_GATE=is_negated and gate is not None,
@@ -326,9 +323,9 @@ class _RowGradients:
 def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """out = scale * x [B, H, T, D] for fp32 scales [B or 1, 1, T]; torch has no fast kernel for two types."""
     batch, heads, rows, head_dim = x.shape
-    d = max(16, 1 << (head_dim - 1).bit_length())
+    d = padded(head_dim)
     tile = _TILES_WITHOUT_SUMS[d]
-    tiles, scale = ceil(rows, tile.tokens), scale.contiguous()
+    tiles, scale = cdiv(rows, tile.tokens), scale.contiguous()
     _kernels().scale_rows_kernel[(tiles * batch * heads,)](
         x, scale, out, *strides(x), *strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows, tiles,
         HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
@@ -342,7 +339,7 @@ def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
     if alpha is None and gate is None:
         return
     batch, heads, queries, head_dim = dy.shape
-    _kernels().negate_rows_kernel[(ceil(queries, _ROWS), batch * heads)](
+    _kernels().negate_rows_kernel[(cdiv(queries, _ROWS), batch * heads)](
         dy, alpha, gate, *strides(dy), *strides(gate), heads, queries,
         HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
         HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,

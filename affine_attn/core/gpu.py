@@ -1,4 +1,5 @@
-"""The GPU as launchers of kernels see it: its numbers, asked on every call and so looked up once, and tables on it."""
+"""The GPU as launchers of kernels see it: its numbers, asked on every call and so looked up once, the sizes that tiles
+may have, and tables on it."""
 
 import functools
 import threading
@@ -24,6 +25,16 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     # The interpreter and ahead-of-time runs plan as on an H200.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def padded(size: int) -> int:
+    """Of a tile that holds so many channels or rows: a power of two, as in Triton, and as many as a product needs."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up: the tiles of b that cover a."""
+    return -(-a // b)
 
 
 def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:

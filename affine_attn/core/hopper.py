@@ -14,7 +14,7 @@ from torch import Tensor
 
 from affine_attn.core import fused
 from affine_attn.core.call import Call
-from affine_attn.core.gpu import capability, kept, multiprocessors, uploaded
+from affine_attn.core.gpu import capability, cdiv, kept, multiprocessors, uploaded
 from affine_attn.core.ops import Output
 
 # Slots of the ring by head_dim: as many as shared memory holds.
@@ -90,7 +90,7 @@ def forward(call: Call) -> Output:
         sums = fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)
     programs = multiprocessors(q.device)
-    tiles, counts = order(batch, heads, k.shape[1], fused.ceil(length, ROWS), programs, q.device)
+    tiles, counts = order(batch, heads, k.shape[1], cdiv(length, ROWS), programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), _gate_by_channel(call)
     half = ROWS // 2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
+from affine_attn.core.gpu import cdiv, padded
 from affine_attn.core.masks import document_bounds, run_bounds
 
 # (rows, sources, warps) of a tile, by padded head_dim; fp32 has its products on the plain cores.
@@ -49,9 +50,9 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> La
     mask, older = call.mask, call.tk - call.tq
     batch, kv_heads, sources, head_dim = source.shape
     rows = result.shape[2]
-    d = max(16, 1 << (head_dim - 1).bit_length())
+    d = padded(head_dim)
     m, n, warps = _TILES_FP32 if call.v.dtype == torch.float32 else _TILES[d]
-    tiles = -(-sources // n)
+    tiles = cdiv(sources, n)
     totals = torch.empty(batch * kv_heads, tiles, d, dtype=torch.float32, device=source.device)
     real = None if mask.padding is None else mask.padding.contiguous().view(torch.uint8)
     back, ahead = mask.band(call.tq, call.tk)
@@ -82,7 +83,7 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> La
             (tiles, batch * kv_heads),
             shared | {"HIDE_PADDING": real is not None and not transposed},
         ),
-        ("visible_sums_kernel", (-(-rows // m), batch * kv_heads), shared | sums),
+        ("visible_sums_kernel", (cdiv(rows, m), batch * kv_heads), shared | sums),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import row_scaled
-from affine_attn.core.gpu import capability, multiprocessors
+from affine_attn.core.gpu import capability, cdiv, multiprocessors, padded
 from affine_attn.core.ops import Output, register_inference
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
@@ -71,13 +71,13 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
     gate = None if call.gate is None else call.gate.expand(batch, heads, queries, dim)
     rows = (group + (call.beta is not None)) * queries
     block_m, block_n, block_d, warps = _tile(rows, dim, q.element_size())
-    row_blocks = -(-rows // block_m)
+    row_blocks = cdiv(rows, block_m)
     if splits is None:
         seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
         # Programs a multiprocessor holds at once, by their registers and shared memory.
         light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
         slots = multiprocessors(q.device) * (3 if light else 2)
-        splits = choose_splits(batch * kv_heads * row_blocks, -(-seen // block_n), slots)
+        splits = choose_splits(batch * kv_heads * row_blocks, cdiv(seen, block_n), slots)
     # The epilogue needs the zero head and all its query heads in one program.
     is_fused = splits == 1 and row_blocks == 1
     acc = top = total = None
@@ -113,8 +113,8 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
 def _tile(rows: int, dim: int, bytes_per_element: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_D, warps): a product wants at least 16 rows; K and V tiles have constant bytes."""
     is_wide = bytes_per_element > 2
-    block_d = max(16, 1 << (dim - 1).bit_length())
-    block_m = min(16 if is_wide else 64, max(16, 1 << (rows - 1).bit_length()))
+    block_d = padded(dim)
+    block_m = min(16 if is_wide else 64, padded(rows))
     block_n = min(128, max(16, _TILE_BYTES // (block_d * bytes_per_element)))
     # At most 64 fp32 accumulators per thread.
     warps = 8 if is_wide or block_m * block_d > 64 * 128 else 4

@@ -15,7 +15,7 @@ from torch import Tensor
 from affine_attn.core import fused
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import compose, why_not_beta
-from affine_attn.core.gpu import kept, uploaded
+from affine_attn.core.gpu import cdiv, kept, padded, uploaded
 from affine_attn.core.masks import document_bounds
 from affine_attn.core.ops import on_its_device
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
@@ -187,7 +187,7 @@ class Launch:
     def options(self, config: Config, columns: str | None) -> dict[str, Any]:
         """Constexprs and launch options; ``columns`` as above, None for a kernel without far tiles."""
         options: dict[str, Any] = {
-            "D": self.dim, "BLOCK_D": max(16, 1 << (self.dim - 1).bit_length()),
+            "D": self.dim, "BLOCK_D": padded(self.dim),
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "LOGIT": self.logit, "HAS_WINDOW": self.window is not None, "HAS_DOCUMENTS": self.documents is not None,
             "HAS_PADDING": self.padding is not None, "FAST_LOG": self.fast_log,
@@ -212,16 +212,12 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _blocks(length: int, block: int) -> int:
-    return -(-length // block)
-
-
 def _attend(call: Call) -> tuple[Tensor, Tensor]:
     launch, config = Launch(call), _config("forward", call.q)
     q, k, v = call.q, call.k, call.v
     out = torch.empty_like(call.q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _kernels("forward").distance_forward_kernel[(_blocks(launch.rows, config.block_m), launch.programs)](
+    _kernels("forward").distance_forward_kernel[(cdiv(launch.rows, config.block_m), launch.programs)](
         q, k, v, out, lse, launch.documents, launch.first, launch.padding,
         *launch.far(config, "keys"), *_strides(q, k, v, out),
         *launch.sizes(), launch.qk_factor, 1 / launch.tau, **launch.options(config, "keys"),
@@ -237,20 +233,20 @@ def _attend_backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[
     base2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     rows = 64
-    kernels.distance_backward_rows_kernel[(_blocks(launch.rows, rows), launch.programs)](
+    kernels.distance_backward_rows_kernel[(cdiv(launch.rows, rows), launch.programs)](
         out, do, lse, base2_lse, delta, *_strides(out, do), launch.heads, launch.rows,
-        D=launch.dim, BLOCK_D=max(16, 1 << (launch.dim - 1).bit_length()), BLOCK_M=rows, LOGIT=launch.logit,
+        D=launch.dim, BLOCK_D=padded(launch.dim), BLOCK_M=rows, LOGIT=launch.logit,
         num_warps=4,
     )  # fmt: skip
     scalars = (launch.qk_factor, launch.grad_factor, 1 / launch.tau)
     config = _config("dkdv", q)
-    kernels.distance_backward_dkdv_kernel[(_blocks(launch.keys, config.block_n), launch.kv_programs)](
+    kernels.distance_backward_dkdv_kernel[(cdiv(launch.keys, config.block_n), launch.kv_programs)](
         q, k, v, do, base2_lse, delta, dk, dv, launch.documents, launch.last, launch.padding,
         *launch.far(config, "queries"), *_strides(q, k, v, do, dk, dv), *launch.sizes(), *scalars,
         **launch.options(config, "queries"),
     )  # fmt: skip
     config = _config("dq", q)
-    kernels.distance_backward_dq_kernel[(_blocks(launch.rows, config.block_m), launch.programs)](
+    kernels.distance_backward_dq_kernel[(cdiv(launch.rows, config.block_m), launch.programs)](
         q, k, v, do, base2_lse, delta, dq, launch.documents, launch.first, launch.padding,
         *launch.far(config, "keys"), *_strides(q, k, v, do, dq), *launch.sizes(), *scalars,
         **launch.options(config, "keys"),
@@ -277,7 +273,7 @@ def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
     launch, config = Launch(call), _config("statistics", call.q)
     q, k = call.q, call.k
     results = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in ScoreStatistics._fields]
-    _kernels("forward").qk_statistics_kernel[(_blocks(launch.rows, config.block_m), launch.programs)](
+    _kernels("forward").qk_statistics_kernel[(cdiv(launch.rows, config.block_m), launch.programs)](
         q, k, first_key.to(torch.int32).contiguous(), *results, launch.documents, launch.first, launch.last,
         launch.padding, *_strides(q, k), *launch.sizes(), launch.qk_factor, 1 / launch.tau,
         **launch.options(config, None), CAUSAL=call.mask.causal,
