@@ -14,7 +14,8 @@ from torch import Tensor
 
 from affine_attn.core.call import Call
 from affine_attn.core.ops import Backward, Forward, Gradients, Output
-from affine_attn.core.reference import isolate, own_precision
+from affine_attn.core.reference import isolate
+from affine_attn.core.visible_sums import sums_in_blocks
 
 
 def quarantined(forward: Forward, devices: tuple[str, ...]) -> Forward:
@@ -42,24 +43,6 @@ def quarantined_backward(forward: Forward, backward: Backward, devices: tuple[st
     return run
 
 
-def visible_sum(x: Tensor, call: Call) -> Tensor:
-    """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D], in blocks of rows."""
-    total = x.new_zeros(*x.shape[:2], call.tq, x.shape[3])
-    with own_precision(x):
-        for rows, keys in call.blocks():
-            total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
-    return total
-
-
-def visible_sum_backward(dtotal: Tensor, call: Call) -> Tensor:
-    """The transpose of :func:`visible_sum`."""
-    dx = dtotal.new_zeros(*dtotal.shape[:2], call.tk, dtotal.shape[3])
-    with own_precision(dtotal):
-        for rows, keys in call.blocks():
-            dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
-    return dx
-
-
 def _finite(call: Call) -> bool:
     # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path). Not in
     # float64: torch would first copy all keys and values, at several times the cost of decoding with them.
@@ -68,7 +51,7 @@ def _finite(call: Call) -> bool:
 
 
 def _clean(call: Call) -> tuple[Call, Tensor]:
-    k, v, poisoned = isolate(call, lambda bad: visible_sum(bad, call))
+    k, v, poisoned = isolate(call, lambda bad: sums_in_blocks(bad, call))
     bad_q = ~call.q.isfinite().all(-1, keepdim=True)
     poisoned = poisoned | (bad_q & (call.count() > 0)[..., None])
     return replace(call, q=call.q.masked_fill(bad_q, 0.0), k=k, v=v), poisoned

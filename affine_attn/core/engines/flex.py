@@ -20,8 +20,8 @@ from affine_attn.core.call import Call
 from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
 from affine_attn.core.ops import is_traced
-from affine_attn.core.quarantine import visible_sum, visible_sum_backward
 from affine_attn.core.reference import own_precision, row_dtype
+from affine_attn.core.visible_sums import sums_in_blocks, sums_in_blocks_backward
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 
@@ -130,9 +130,9 @@ class _VisibleValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v: Tensor, call: Call) -> Tensor:
         ctx.call = call
-        return visible_sum(v.to(row_dtype(v)), call)
+        return sums_in_blocks(v.to(row_dtype(v)), call)
 
     # torch declares *grad_outputs and documents naming them, as here.
     @staticmethod
     def backward(ctx, du: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return visible_sum_backward(du, ctx.call).to(ctx.call.v.dtype), None
+        return sums_in_blocks_backward(du, ctx.call).to(ctx.call.v.dtype), None
