@@ -139,11 +139,14 @@ class AttentionLayer(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
-        """The stages: everything that depends on the spec, between the projections and o_proj."""
+        """The stages: everything that depends on the spec, between the projections and o_proj; y [B, H, T, D]."""
         return attention(**self.stages(x, q, k, v, mask), impl=impl)
 
     def stages(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> dict[str, Any]:
-        """The arguments of ``attention``: the parameters of the stages applied to x."""
+        """The arguments of ``attention``: the parameters of the stages applied to x [B, T, dim].
+
+        q [B, H, T, D] belongs to x; k and v [B, Hkv, keys, D] may hold cached tokens before it.
+        """
         alpha = beta = gate = None
         if self.alpha is not None:
             alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])

@@ -179,8 +179,9 @@ class AttentionSpec:
     def __post_init__(self):
         if self.logit is not None and type(self.logit) not in _LOGITS.values():
             raise ValueError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
-        is_number = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
-        if not (self.sink is None or self.sink == "learned" or is_number):
+        # Infinite ones too: -inf is softmax.
+        is_constant = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
+        if not (self.sink is None or self.sink == "learned" or is_constant):
             raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
             raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")

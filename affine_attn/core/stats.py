@@ -41,7 +41,7 @@ def attention_stats(
 ) -> AttentionStats:
     """Statistics of the weights that :func:`attention` would use for the same arguments, which mean the same here.
 
-    Values and gate are not asked for: they do not change the weights.
+    q [B, H, Tq, D], k [B, Hkv, Tk, D]. Values and gate are not asked for: they do not change the weights.
     """
     call = checked_call(q, k, k, mask, scale, logit, sink, alpha, beta)
     first_key = mask.first(call.tq, call.tk, q.device)
@@ -79,7 +79,7 @@ def _score_statistics(call: Call, first_key: Tensor) -> triton.ScoreStatistics:
     """The five numbers per row from blocks of the reference's scores."""
     like = torch.zeros_like(call.q[..., 0], dtype=row_dtype(call.q), memory_format=torch.contiguous_format)
     nothing = torch.full_like(like, float("-inf"))
-    rows_of = triton.ScoreStatistics(nothing, like, nothing.clone(), like.clone(), nothing.clone())
+    found = triton.ScoreStatistics(nothing, like, nothing.clone(), like.clone(), nothing.clone())
     for rows, keys in call.blocks():
         if keys.stop == keys.start:
             continue
@@ -87,11 +87,11 @@ def _score_statistics(call: Call, first_key: Tensor) -> triton.ScoreStatistics:
         s = scores(call, call.k, visible, rows, keys)
         p, _ = probabilities(s, None)
         visible_scores = torch.where(visible, s, 0.0)
-        rows_of.lse[:, :, rows] = s.logsumexp(-1)
-        rows_of.mean[:, :, rows] = (p * visible_scores).sum(-1)
-        rows_of.largest[:, :, rows] = s.amax(-1)
-        rows_of.total[:, :, rows] = visible_scores.sum(-1)
+        found.lse[:, :, rows] = s.logsumexp(-1)
+        found.mean[:, :, rows] = (p * visible_scores).sum(-1)
+        found.largest[:, :, rows] = s.amax(-1)
+        found.total[:, :, rows] = visible_scores.sum(-1)
         at = (first_key[..., rows] - keys.start).expand(*s.shape[:3])[..., None]
         first = s.gather(-1, at.clamp(min=0))
-        rows_of.first[:, :, rows] = torch.where(at >= 0, first, float("-inf"))[..., 0]
-    return rows_of
+        found.first[:, :, rows] = torch.where(at >= 0, first, float("-inf"))[..., 0]
+    return found
