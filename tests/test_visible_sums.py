@@ -27,6 +27,7 @@ def _holes(shape: Shape) -> torch.Tensor:
 LONG_MASKS = {
     "window100": lambda s, d: Mask(window=100),
     "packed": lambda s, d: Mask(documents=_packed(s)),
+    "packed_tokens_first": lambda s, d: Mask(documents=_packed(s).T.contiguous().T),
     "packed_both_ways": lambda s, d: Mask(causal=False, documents=_packed(s)),
     "packed_padded_window90": lambda s, d: Mask(window=90, documents=_packed(s), padding=_holes(s)),
     "packed_padded_both_ways": lambda s, d: Mask(causal=False, documents=_packed(s), padding=_holes(s)),

@@ -197,6 +197,7 @@ def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
     """First and last slot with the same id, int32 [B, Tk] each: they bound loops. Ids may come in any order."""
-    ids, order = documents.sort(dim=1, stable=True)
+    # Kernels read the rows of the result as contiguous, and a sort keeps the layout of what it sorts.
+    ids, order = documents.contiguous().sort(dim=1, stable=True)
     first, last = (torch.empty_like(order).scatter_(1, order, order.gather(1, x.long())) for x in run_bounds(ids))
     return first.int(), last.int()
