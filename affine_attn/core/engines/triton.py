@@ -158,11 +158,10 @@ class Launch:
         self.logit = _LOGITS[type(logit)]
         self.tau = logit.tau if isinstance(logit, ScaleInvariant) else 1.0
         self.window = mask.window if mask.window is not None and mask.window < self.keys else None
-        self.documents = None if mask.documents is None else mask.documents.contiguous()
-        self.first = self.last = None
-        if self.documents is not None:
+        self.documents = self.first = self.last = None
+        if mask.documents is not None:
             # Kernels compare 32-bit ids: the first slot of a document names it, whatever its own id.
-            self.first, self.last = document_bounds(self.documents)
+            self.first, self.last = document_bounds(mask.documents)
             self.documents = self.first
         self.padding = None if mask.padding is None else mask.padding.to(torch.uint8).contiguous()
         self.fast_log = call.q.is_cuda and torch.version.hip is None

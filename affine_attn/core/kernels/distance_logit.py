@@ -28,7 +28,8 @@ Legend
   masked   a tile whose scores are compared with the mask; unmasked tiles do no mask work at all
 Tensors q, out, grad_out, dq [B,H,Tq,D], k, v, dk, dv [B,Hkv,Tk,D] with any strides but a last one of 1;
 row vectors (lse, delta) [B,H,Tq] fp32 contiguous; documents int32 and padding uint8 [B,Tk] contiguous;
-doc_first / doc_last int32 [B,Tk] = first / last slot with the same document id (they bound the loops only).
+doc_first / doc_last int32 [B,Tk] = first / last slot with the same document id (they bound the loops). The id that the
+launcher gives a document is its first slot, so p_document and p_doc_first are one tensor.
 """
 
 import triton

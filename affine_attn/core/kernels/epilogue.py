@@ -1,6 +1,8 @@
 """Triton kernels of the fused epilogue: stages 2 to 4 around any attention that returns (o, z).
 
 Legend. p_ pointer, b_ block of values, o_ offsets, m_ mask. T tokens of a tile, D head dim padded to a power of two.
+stride_xb, _xh, _xt: of tensor x along batch, heads and tokens, where x is the letter of its pointer, or s sink (scale),
+g gate, d dy, a do (the gradient that goes into the attention), w dgate, n dv.
 
 A program is one warp. It walks down a segment of tokens, tile by tile, with a slice of the columns and all query
 heads of a kv head, and asks for everything a tile needs before it computes anything: these kernels move memory, what
