@@ -49,15 +49,19 @@ def check_variants(console: Console) -> None:
     )
 
 
+def _leaves(inputs: dict[str, Any]) -> dict[str, Any]:
+    """As in training: an engine without a backward then refuses."""
+    return {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
 def _engine_and_reasons(inputs: dict[str, Any]) -> tuple[str, list[str]]:
-    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    call = checked_call(**leaves)
+    call = checked_call(**_leaves(inputs))
     reasons = {name: engine.why_not(call) for name, engine in ENGINES.items()}
     return choose(call, "auto"), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
 
 
 def _time_over_plain(inputs: dict[str, Any], device: torch.device) -> float:
-    leaves: dict[str, Any] = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    leaves = _leaves(inputs)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     dy = torch.randn_like(q)
     functions = {

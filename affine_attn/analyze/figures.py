@@ -44,8 +44,7 @@ STATISTICS = {
     "row_sum": "sum of weights per query",
     "alpha": "mean α",
 }
-# phi of alpha = alpha_range * phi(x).
-# The two of Figure 11.
+# The two of Figure 11: phi of alpha = alpha_range * phi(x).
 FORMULAS = {
     "linear_clipping": "linear clipping: clamp(0.1 x + 0.5, 0, 1)",
     "sigmoid": "sigmoid: 1 / (1 + exp(-x))",

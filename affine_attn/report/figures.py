@@ -43,6 +43,10 @@ METRICS = {
     "alpha_entropy": "Correlation of α and entropy",
 }
 HISTOGRAMS = {"alpha": "α", "beta": "β", "beta_sum": "Sum of β over visible keys"}
+# Panels of curves over training: is it the late phase, title.
+_PHASES = ((False, "whole run"), (True, "late phase"))
+# Of histograms: bins of different models lie at different places.
+_CLOSEST = {"hovermode": "closest"}
 
 
 @dataclass(frozen=True)
@@ -138,17 +142,12 @@ def _gradient_norm(trained: list[tuple[int, Run]]) -> Figure:
 
     caption = (
         "2-norm of the whole gradient at every step, before clipping and without smoothing; logarithmic. "
-        "Curves of more than 2000 steps show the extremes of every stretch."
+        f"Curves of more than {MOST_POINTS} steps show the extremes of every stretch."
     )
     axes = _axes("step", "gradient norm", yaxis={"type": "log", "nticks": 6})
     return Figure(
         "gradient-norm", "Gradient norm", caption, [Panel({"": curves(late)}, axes, t) for late, t in _PHASES]
     )
-
-
-# Bins of different models lie at different places.
-_CLOSEST = {"hovermode": "closest"}
-_PHASES = ((False, "whole run"), (True, "late phase"))
 
 
 def _validation(trained: list[tuple[int, Run]]) -> Figure:
@@ -276,12 +275,12 @@ def _row_sums(analysed: list[tuple[int, Run]]) -> Figure:
             sums = run.analysis.content["row_sums"]
             if choice > len(sums["counts"]):
                 continue
-            whole = {name: values[choice - 1] for name, values in sums.items() if name not in ("edges", "all")}
-            of_layer = sums["all"] if choice == 0 else whole
+            # The first choice is all layers together.
+            chosen = sums["all"] if choice == 0 else {name: sums[name][choice - 1] for name in sums["all"]}
             traces[str(choice)] += [
-                _steps(i, run, sums["edges"], of_layer["counts"]),
-                _mark(i, run, of_layer["mean"], "dash", "mean"),
-                _mark(i, run, of_layer["median"], "dot", "median"),
+                _steps(i, run, sums["edges"], chosen["counts"]),
+                _mark(i, run, chosen["mean"], "dash", "mean"),
+                _mark(i, run, chosen["median"], "dot", "median"),
             ]
     caption = (
         "Sums of the weights of every query, averaged over heads (the paper's Figure 3). Each curve is scaled to its "
