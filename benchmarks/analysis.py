@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.output or record.RESULTS / "analysis" / record.results_path(device).name
     rows = [row | record.provenance(device) for attention in options.attention for row in rows_of(attention, options)]
-    record.write(path, record.merged(record.read(path) if path.exists() else [], rows))
+    record.update(path, rows)
 
 
 def rows_of(attention: str, options: argparse.Namespace) -> list[record.Row]:

@@ -75,8 +75,7 @@ def main() -> None:
         for row in rows:
             console.print(f"{row['shape']}  {row['what']:28}  {row['ms_p50']} ms/token  x {row['ratio']}")
         # After every setting: an interrupted run keeps what it measured.
-        old = record.read(path) if path.exists() else []
-        record.write(path, record.merged(old, [row | record.provenance(device) for row in rows]))
+        record.update(path, [row | record.provenance(device) for row in rows])
     if arguments.output is None:
         readme.main()
 
@@ -146,18 +145,8 @@ def rows_of(rounds: list[dict[str, float]], shape: str) -> list[record.Row]:
     rows = []
     for name in rounds[0]:
         timing = summary([times[name] for times in rounds], [times[BASELINE] for times in rounds])
-        rows.append(
-            {
-                "shape": shape,
-                "what": name,
-                "mode": "generation",
-                "ms_p20": f"{timing.p20:.4f}",
-                "ms_p50": f"{timing.p50:.4f}",
-                "ms_p80": f"{timing.p80:.4f}",
-                "ratio": f"{timing.ratio:.4f}",
-                "baseline": BASELINE,
-            }
-        )
+        about = {"shape": shape, "what": name, "mode": "generation", "baseline": BASELINE}
+        rows.append(about | record.times(timing) | {"ratio": f"{timing.ratio:.4f}"})
     return rows
 
 

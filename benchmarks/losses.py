@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = [row | machine for row in rows_of(kind, width, options, device)]
             show(f"{kind}, {rows[0]['shape']}", rows)
             # After every group: an interrupted run keeps what it measured.
-            record.write(path, record.merged(record.read(path) if path.exists() else [], rows))
+            record.update(path, rows)
             failures += [f"{row['shape']} {row['what']}: {row['note']}" for row in rows if row.get("note")]
     print(f"wrote {path}")
     if failures:
@@ -107,8 +107,7 @@ def rows_of(kind: str, width: int, options: argparse.Namespace, device: torch.de
     rows = {FLOOR: {"shape": shape, "what": FLOOR, "engine": "torch", "mode": f"{kind} forward+backward"}} | rows
     for what, timing in {FLOOR: floor, **timings}.items():
         if what in rows:
-            rows[what] |= {
-                "ms_p20": f"{timing.p20:.4f}", "ms_p50": f"{timing.p50:.4f}", "ms_p80": f"{timing.p80:.4f}",
+            rows[what] |= record.times(timing) | {
                 "ratio": f"{timing.p50 / floor.p50:.4f}", "baseline": FLOOR,
                 "tflops": f"{flops / timing.p50 / 1e9:.2f}",
             }  # fmt: skip

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from affine_attn.measure import Timing
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = (
@@ -37,6 +39,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         writer.writerows(rows)
 
 
+def update(path: Path, rows: Iterable[Row]) -> None:
+    """Rows into the file of a device, in place of older ones of the same shape, what and mode."""
+    write(path, merged(read(path) if path.exists() else [], rows))
+
+
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Old rows, replaced by new ones of the same shape, what and mode; a baseline timed twice counts once."""
     new_by_key: dict[tuple[str, ...], Row] = {}
@@ -48,6 +55,10 @@ def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 def _key(row: Row) -> tuple[str, ...]:
     return row["shape"], row["what"], row["mode"]
+
+
+def times(timing: Timing) -> Row:
+    return {"ms_p20": f"{timing.p20:.4f}", "ms_p50": f"{timing.p50:.4f}", "ms_p80": f"{timing.p80:.4f}"}
 
 
 def device_name(device: torch.device) -> str:

@@ -149,7 +149,7 @@ def group_rows(group: Group, device: torch.device, rounds: int, copy_gbps: float
 
 
 def time_columns(timing: Timing, step: Step, copy_gbps: float | None = None) -> Row:
-    columns = {"ms_p20": f"{timing.p20:.4f}", "ms_p50": f"{timing.p50:.4f}", "ms_p80": f"{timing.p80:.4f}"}
+    columns = record.times(timing)
     if step.moved is not None:
         gbps = step.moved / timing.p50 / 1e6
         columns["gbps"] = f"{gbps:.1f}"

@@ -82,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
                 markup=False,
             )
         # After every group: an interrupted run keeps what it measured.
-        old = record.read(path) if path.exists() else []
-        record.write(path, record.merged(old, [row | machine for row in rows]))
+        record.update(path, [row | machine for row in rows])
 
 
 def _require_text(data: str, student: str) -> None:
