@@ -65,7 +65,8 @@ def tables(rows: list[Row]) -> list[str]:
         ]
         if added := _added(_of("forward+backward", rows), epilogue):
             parts += [
-                "What it adds to forward + backward, where kernels of the attention do it or run beside it, likewise:",
+                "What a variant adds to forward + backward of plain attention, microseconds (its epilogue's bytes over "
+                "that time, likewise; above 100% where kernels of the attention do some of it, or run beside it):",
                 _table(added, _us_and_fraction),
             ]
     if statistics := _of("statistics", rows):
