@@ -94,6 +94,14 @@ def test_the_keys_of_a_call_are_the_filled_slots(dtype):
     torch.testing.assert_close(beta, (0.7 - alpha) / torch.tensor([6, 1])[:, None, None])
 
 
+@pytest.mark.parametrize(("length", "n"), [(0, [1, 2]), (3, [3, 3]), ("keys", [1, 2])], ids=str)
+def test_beta_divides_by_the_filled_slots_of_a_cache_and_never_by_none(length, n):
+    gate = _gate(length=length, start=0.7)
+    alpha = torch.rand(2, HEADS, 1)
+    beta = gate.beta(alpha, Mask(lengths=torch.tensor([0, 2])), 4)
+    torch.testing.assert_close(beta, (0.7 - alpha) / torch.tensor(n)[:, None, None])
+
+
 def test_the_average_of_a_constant_alpha_is_the_paper_s_sequence():
     gate = _gate()
     nn.init.zeros_(gate.w_a)
