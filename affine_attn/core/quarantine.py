@@ -35,9 +35,10 @@ def quarantined_backward(forward: Forward, backward: Backward, devices: tuple[st
             return backward(call, dy, output)
         clean, poisoned = _clean(call)
         # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
-        gradients = backward(clean, dy.masked_fill(poisoned, 0.0), forward(clean))
+        gradients = backward(clean, dy, forward(clean))
         if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
             return gradients
+        # The loss reads a NaN.
         return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
 
     return run
