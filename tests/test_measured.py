@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.commit import commit
 from affine_attn.core.alpha import alpha_gates
-from affine_attn.distill import estimate, shards
+from affine_attn.distill import estimate, shards, validation
+from affine_attn.distill.data import held_out
 from affine_attn.distill.environment import environment
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
@@ -207,6 +208,18 @@ def test_validation_is_the_loss_on_the_held_out_text(data, tmp_path):
     run(dataclasses.replace(chosen, valid_sequences=0), unseen)
     assert [row["loss"] for row in metrics(unseen)] == [row["loss"] for row in rows]
     assert "valid_loss" not in metrics(unseen)[-1]
+
+
+def test_ranks_take_the_same_number_of_turns_and_an_empty_one_does_not_count(data, tmp_path, monkeypatch):
+    for sequences, batch, world in ((7, 2, 2), (5, 4, 2), (1, 2, 3)):
+        turns = [validation._turns(sequences, batch, rank, world) for rank in range(world)]
+        assert len({len(mine) for mine in turns}) == 1
+        assert sorted(i for mine in turns for turn in mine for i in turn) == list(range(sequences))
+    chosen = tiny(data, valid_sequences=5)
+    one = trainer(chosen, tmp_path)
+    expected = validation.validate(one, held_out(chosen))
+    monkeypatch.setattr(validation, "_turns", lambda *_: [range(4), range(4, 5), range(5, 5)])
+    assert validation.validate(one, held_out(chosen)) == expected
 
 
 def test_gradient_statistics_of_a_series_with_known_answers():
