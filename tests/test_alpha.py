@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from affine_attn import Affine, AlphaGate, AttentionLayer, AttentionSpec, Mask, commit_alpha, track_alpha
 from affine_attn.core import alpha as alpha_module
@@ -100,6 +101,19 @@ def test_beta_divides_by_the_filled_slots_of_a_cache_and_never_by_none(length, n
     alpha = torch.rand(2, HEADS, 1)
     beta = gate.beta(alpha, Mask(lengths=torch.tensor([0, 2])), 4)
     torch.testing.assert_close(beta, (0.7 - alpha) / torch.tensor(n)[:, None, None])
+
+
+def test_tokens_behind_a_cache_are_counted_by_their_own_padding():
+    """The mask covers all keys, the cached ones before them included."""
+    layer, x, padding = _layer(), torch.randn(2, 5, DIM), torch.ones(2, 5, dtype=torch.bool)
+    padding[0, 0] = padding[1, 3:] = False
+    layer(x, Mask(padding=padding))
+    whole, layer.alpha._sum = layer.alpha._sum, torch.zeros(HEADS)
+    cache = DynamicCache()
+    for part in (slice(0, 2), slice(2, 5)):
+        positions = torch.arange(part.start, part.stop)[None]
+        layer(x[:, part], Mask(padding=padding[:, : part.stop]), positions, cache)
+    torch.testing.assert_close(layer.alpha._sum, whole)
 
 
 def test_the_average_of_a_constant_alpha_is_the_paper_s_sequence():
