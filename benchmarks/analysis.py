@@ -60,14 +60,14 @@ def rows_of(attention: str, options: argparse.Namespace) -> list[record.Row]:
     for name, run in (("forward", forward), ("analysis", analysis)):
         seconds, peak = first_run(run, device)
         plain_peak = plain_peak or peak
-        ratio = peak / plain_peak if plain_peak else 0.0
+        memory = f"memory x {peak / plain_peak:.3f} of the forward's" if plain_peak else "memory not measured"
         rows.append({
             "shape": options.model, "what": attention, "engine": "measure" if name == "analysis" else "decoder",
             "mode": f"{name}, {options.sequences} x {options.length} tokens", "ms_p50": f"{seconds * 1e3:.0f}",
-            "peak_mib": f"{peak:.0f}", "note": f"first call; memory x {ratio:.3f} of the forward's",
+            "peak_mib": f"{peak:.0f}" if peak else "", "note": f"first call; {memory}",
         })  # fmt: skip
         console.print(
-            f"{attention:10} {name:9} {seconds:7.2f} s  {peak:7.0f} MiB  x {ratio:.3f}", markup=False, highlight=False
+            f"{attention:10} {name:9} {seconds:7.2f} s  {peak:7.0f} MiB, {memory}", markup=False, highlight=False
         )
     return rows
 

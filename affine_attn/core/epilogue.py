@@ -100,7 +100,7 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     return dq, dk, dv, dsink, dalpha, None if dbeta is None else dbeta.to(call.beta.dtype), dgate
 
 
-def fake_sums(call: Call) -> Tensor:
+def new_saved_sums(call: Call) -> Tensor:
     """What :func:`finish` saves as sums: nothing."""
     return torch.empty(0, dtype=row_dtype(call.q), device=call.q.device)
 

@@ -27,7 +27,9 @@ from affine_attn.core.epilogue import AttentionBackward, PlainAttention
 from affine_attn.core.gpu import cdiv, padded
 from affine_attn.core.ops import Gradients, Output
 
-_RUNNING, _WHOLE, _TABLE = 1, 2, 3  # as in the kernels
+# Where the sums u of visible values come from, as in the kernels: a running sum under a causal mask, one sum for all
+# queries, a table with a row per query. 0: nowhere.
+_RUNNING, _WHOLE, _TABLE = 1, 2, 3
 ELEMENTWISE = 2
 
 
@@ -125,7 +127,7 @@ def _kernels() -> Any:
 
 
 class _Plan(NamedTuple):
-    """How the tokens are cut into tiles and segments, and how the sums of visible values come about."""
+    """How the tokens are cut into tiles and segments (kernels/epilogue.py says what for), and whence the sums come."""
 
     tile: _Tile
     sums: int
@@ -198,7 +200,7 @@ def finish(call: Call, attention: PlainAttention) -> Output:
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    before = visible_sums.visible_sums(call) if plan.sums == _TABLE else fake_sums(call)
+    before = visible_sums.visible_sums(call) if plan.sums == _TABLE else new_saved_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = contiguous_rows(call.alpha), contiguous_rows(call.beta), call.gate
     walkers = plan.walkers(call)
@@ -373,8 +375,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def fake_sums(call: Call) -> Tensor:
-    """An empty tensor of what :func:`finish` saves: the sum of the values before each tile, or u itself."""
+def new_saved_sums(call: Call) -> Tensor:
+    """For what :func:`finish` saves for the backward: the sum of the values before each tile, or u itself."""
     plan = plan_of(call)
     batch, kv_heads, _, head_dim = call.v.shape
     shape = {
@@ -386,12 +388,14 @@ def fake_sums(call: Call) -> Tensor:
 
 
 def new_value_sums(call: Call, plan: _Plan) -> Tensor:
+    """For :func:`sum_values`: the sum of the values before each segment in its block, then the total of each block."""
     batch, kv_heads = call.v.shape[:2]
     shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
 def sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
+    """Fill ``sums``, of :func:`new_value_sums`, which the forward reads and nobody keeps."""
     batch, kv_heads, keys, head_dim = call.v.shape
     columns = min(_VALUE_COLUMNS, plan.d)
     _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](

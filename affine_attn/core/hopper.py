@@ -85,7 +85,7 @@ def forward(call: Call) -> Output:
     is_affine, plan = call.alpha is not None, fused.plan_of(call)
     has_y = is_affine or call.gate is not None
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    y, sums, before = torch.empty_like(q) if has_y else o, None, fused.fake_sums(call)
+    y, sums, before = torch.empty_like(q) if has_y else o, None, fused.new_saved_sums(call)
     if is_affine:
         sums = fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)

@@ -59,7 +59,7 @@ def compose(
         y = torch.empty_like(call.q)
         z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
         is_plain = call.alpha is None and call.beta is None and call.gate is None
-        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).fake_sums(call))
+        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).new_saved_sums(call))
 
     return register(name, quarantined(forward, look_on), quarantined_backward(forward, backward, look_on), fake)
 
