@@ -148,6 +148,8 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     attention, decoding, epilogue, added = readme.tables(rows)[1::2]
     assert "| affine | 1.05 (1) | 1.05 (1) | 1.05 (1) | 10 |" in attention
     assert "| affine | 0.90 (80%) |" in decoding
+    unsteady = rows[-4] | {"ms_p20": "1", "ms_p80": "1.6"}
+    assert "| affine | 0.90 (80%) ~ |" in readme.tables([unsteady])[1]
     assert "| affine, forward | 1000 (75%) |" in epilogue
     # 1.5 ms at the speed of a copy, and a twentieth of a millisecond was added.
     assert "| affine | 50 (3000%) |" in added

@@ -91,6 +91,7 @@ def test_items_have_the_targets_of_the_live_teacher(tmp_path, data, teacher, dty
     network = LlamaForCausalLM.from_pretrained(teacher, dtype=getattr(torch, dtype))
     network = frozen(network, torch.device("cpu"))
     assert len(items) > made.shard_tokens // LENGTH, "the sequences must be in several files"
+    assert all(items[-1][name].equal(values) for name, values in items[len(items) - 1].items())
     seen = set()
     for i in GlobalSampler(len(items), samples=2 * len(items), seed=3):
         item = items[i]

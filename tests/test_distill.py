@@ -54,6 +54,7 @@ def test_the_papers_recipes():
     assert "teacher" in recipe("paper-3b").ours()
     assert "teacher" not in recipe("paper-1b").ours()
     assert "steps" in recipe("paper-1b", ["steps=1000"]).ours()
+    assert recipe("paper-1b", ["rho=0.5"]).student_config.spec(0).affine.momentum == 0.5
 
 
 def test_positions_are_those_of_the_runs_own_length():

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import math
 import os
 import subprocess
 import sys
@@ -253,8 +254,10 @@ def test_the_table_is_that_of_the_paper(converted, sets, tmp_path):
     for heading in ("C4 PPL", "Wino", "PIQA", "Hella", "ARC-c", "ARC-e", "BoolQ", "Avg."):
         assert heading in answer.stdout
     found = json.loads(run(converted, *TABLE_1, *given, "--json").stdout)
-    cells = [r["metrics"].get("acc_norm", r["metrics"]["acc"])["value"] for r in found["results"]]
+    shown = [r["metrics"].get("acc_norm", r["metrics"]["acc"]) for r in found["results"]]
+    cells = [cell["value"] for cell in shown]
     assert found["average"]["value"] == pytest.approx(sum(cells) / 6)
+    assert found["average"]["stderr"] == pytest.approx(math.hypot(*(cell["stderr"] for cell in shown)) / 6)
     assert f"{100 * sum(cells) / 6:.1f}" in answer.stdout
 
 

@@ -114,13 +114,15 @@ def test_packing_reaches_a_cache_or_is_refused(kind):
         model(tokens[:, 2:], position_ids=positions[:, 2:], past_key_values=cache)
 
 
-def test_packed_documents_with_padding_between_them_equal_separate_sequences():
+@pytest.mark.parametrize("first", [3, 1])
+def test_packed_documents_with_padding_between_them_equal_separate_sequences(first):
+    """After a document of one token the next one begins at the same position."""
     model = tiny_model()
     tokens, mask = left_padded(batch=1, length=12, padded=0)
-    mask[:, 3:5] = mask[:, 10:] = 0
+    mask[:, first:5] = mask[:, 10:] = 0
     positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1]])
     logits = model(tokens, mask, position_ids=positions).logits
-    for document in (slice(0, 3), slice(5, 10)):
+    for document in (slice(0, first), slice(5, 10)):
         torch.testing.assert_close(logits[:, document], model(tokens[:, document]).logits, rtol=1e-4, atol=1e-4)
 
 

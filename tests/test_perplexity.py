@@ -95,6 +95,8 @@ def test_the_mean_is_over_tokens_and_its_error_over_documents():
     per_token = perplexity(losses.tolist(), counts.tolist())
     assert per_token["value"] == pytest.approx(math.exp(found["value"]))
     assert per_token["stderr"] == pytest.approx(per_token["value"] * found["stderr"])
+    # With one token each that of a mean: s / sqrt(n), with n - 1 in s.
+    assert mean_loss([1.0, 3.0], [1, 1]) == {"value": 2.0, "stderr": 1.0}
     assert mean_loss([6.0], [3]) == {"value": 2.0, "stderr": None}
     assert perplexity([1e6], [1]) == {"value": None, "stderr": None}
 
