@@ -1,16 +1,17 @@
 """The benchmark: what it lists, what it refuses to time, and what it makes of its rows."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from affine_attn import VARIANTS, attention, measure
+from affine_attn import VARIANTS, attention, attention_stats, measure
 from affine_attn.core.accuracy import Shape
 from affine_attn.measure import side_by_side
-from benchmarks import generation, plot, readme, record, run, steps, training
+from benchmarks import checks, generation, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 from tests.tiny_runs import counting_shards
@@ -66,6 +67,18 @@ def test_a_wrong_case_is_not_timed(monkeypatch):
     assert "wrong: y" in row["note"]
     assert "ms_p50" not in row
     assert run.is_failure(row)
+
+
+def test_wrong_statistics_are_not_timed(monkeypatch):
+    def rough(**inputs):
+        found = attention_stats(**inputs)
+        return found if inputs["q"].dtype == torch.float64 else found._replace(entropy=found.entropy + 0.01)
+
+    monkeypatch.setattr(checks, "attention_stats", rough)
+    group = Group("tiny", TINY, "statistics", (*STOCK["cpu"], Case("sink", "statistics", "sink")))
+    _, row = run.group_rows(group, CPU, rounds=1, copy_gbps=10.0)
+    assert re.fullmatch(r"WrongResult: wrong: entropy \S+ > 1e-04", row["note"])
+    assert "ms_p50" not in row
 
 
 def test_a_backend_that_refuses_leaves_its_reason_and_the_next_one_is_the_baseline():

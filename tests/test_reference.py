@@ -12,6 +12,7 @@ from torch.func import jacfwd, jacrev, jvp
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from affine_attn import Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, attention
+from affine_attn.core import accuracy
 from affine_attn.core.accuracy import Shape, deviations, random_inputs, value_and_gradients
 from tests.cases import SPECS
 
@@ -239,6 +240,16 @@ def test_the_tolerance_rule_catches_a_dropped_lse_gradient(dtype):
     assert within["dv"]
     assert not within["dq"]
     assert not within["dk"]
+
+
+@pytest.mark.parametrize(("error", "within"), [(0.19, True), (0.21, False)])
+def test_the_tolerance_rule_allows_twice_the_yardsticks_error(error, within):
+    exact, other = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    assert accuracy._deviation("y", error * other, 0.1 * other, exact, rounding=0.0).within == within
+    # Also where it is one entry that is wrong, or all of them a little.
+    one = torch.zeros_like(exact).index_fill(0, torch.tensor([3]), 1.0)
+    assert accuracy._deviation("y", error * one, 0.1 * other, exact, rounding=0.0).within == within
+    assert not accuracy._deviation("y", 0.15 * other, 0.1 * one, exact, rounding=0.0).within
 
 
 def test_the_tolerance_rule_accepts_the_same_maths_done_right():
