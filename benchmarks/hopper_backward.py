@@ -23,6 +23,7 @@ from affine_attn.core import fused, hopper
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import stock
 from affine_attn.core.epilogue import AttentionBackward
+from affine_attn.core.gpu import cdiv
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
 from benchmarks.cases import STOCK, TRAINING_SHAPES
@@ -59,7 +60,7 @@ def backward(call: Call, dy: Tensor, lse: Tensor, delta: Tensor, beta: Tensor | 
 
 def new_dq(call: Call) -> Tensor:
     batch, heads, length, head_dim = call.q.shape
-    shape = (batch, heads, fused.ceil(length, QUERIES) * QUERIES, head_dim)
+    shape = (batch, heads, cdiv(length, QUERIES) * QUERIES, head_dim)
     return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
 
 
@@ -69,7 +70,7 @@ def launch(
     batch, heads, length, head_dim = call.q.shape
     kv_heads, module = call.k.shape[1], _module()
     keys, half = module.N.value, module.HALF.value
-    module.hopper_backward_kernel[(batch * kv_heads * fused.ceil(length, keys),)](
+    module.hopper_backward_kernel[(batch * kv_heads * cdiv(length, keys),)](
         hopper._descriptor(call.q, QUERIES), hopper._descriptor(call.k, keys), hopper._descriptor(call.v, keys),
         hopper._descriptor(dy, QUERIES), hopper._descriptor(dk, half), hopper._descriptor(dv, half),
         lse, delta.contiguous(), fused.contiguous_rows(beta), acc, batch, kv_heads, length,

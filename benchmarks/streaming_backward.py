@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from affine_attn.core import fused, hopper
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
-from affine_attn.core.gpu import multiprocessors
+from affine_attn.core.gpu import cdiv, multiprocessors
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
 from benchmarks.cases import STOCK, TRAINING_SHAPES, Case
@@ -48,8 +48,8 @@ def add_gradients(call: Call, dy: Tensor, output: Output, dv: Tensor) -> tuple[T
     """dalpha and dbeta; adds to dv what beta gives it, and restores the negated rows of dy."""
     batch, heads, length, head_dim = call.q.shape
     kv_heads, plan, module = call.k.shape[1], fused.plan_of(call), _module()
-    segments = fused.ceil(length, module.L.value)
-    shape = (batch * kv_heads, segments + fused.ceil(segments, module.BLOCK.value), head_dim)
+    segments = cdiv(length, module.L.value)
+    shape = (batch * kv_heads, segments + cdiv(segments, module.BLOCK.value), head_dim)
     totals = torch.full(shape, module.ABSENT.value, dtype=torch.int32, device=dy.device)
     dalpha, dbeta = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device) for _ in range(2))
     items = batch * kv_heads * segments
