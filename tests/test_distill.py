@@ -265,6 +265,24 @@ def test_a_resumed_run_has_the_losses_of_one_never_stopped(data, tmp_path):
     assert (cut / "checkpoint-6" / "trainer_state.json").exists()
 
 
+@pytest.mark.parametrize("kept", [None, 0, 100])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_not_gone_on_from(name, kept, data, tmp_path):
+    """``kept``: bytes that are left of one of its files; None: the file is gone."""
+    chosen = tiny(data, save_steps=4, keep_checkpoints=9)
+    run(chosen, tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    file = tmp_path / "checkpoint-6" / name
+    content = file.read_bytes()
+    file.unlink()
+    if kept is not None:
+        file.write_bytes(content[:kept])
+    with pytest.raises(ValueError, match=r"checkpoint-6 could not be loaded \(.+\): if it is damaged, remove it"):
+        run(chosen, tmp_path, resume=True)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    assert run(chosen, tmp_path, resume=True).is_dir()
+
+
 def test_two_runs_do_not_share_a_folder(data, tmp_path):
     """Nor is one that was killed waited for: its lock goes with it."""
     hold = (

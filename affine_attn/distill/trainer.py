@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
 import math
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
@@ -201,6 +203,22 @@ class DistillTrainer(Trainer):
             if not math.isfinite(value := logs.get(name, 0.0)):
                 raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}")
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _loadable(resume_from_checkpoint):
+            TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _loadable(checkpoint):
+            if not (self.is_deepspeed_enabled or self.args.save_only_model):
+                # Trainer would begin anew: without moments, at the learning rate of the first step.
+                for name in ("optimizer", "scheduler"):
+                    if not any(path.name.startswith(name) for path in Path(checkpoint).iterdir()):
+                        raise ValueError(f"it has no {name}")
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A head tied to the embedding is not in a checkpoint and not missing.
         tied = self.model.all_tied_weights_keys
@@ -239,6 +257,18 @@ def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         reason = str(error).splitlines()[0]
         raise OSError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
+
+
+@contextmanager
+def _loadable(checkpoint: str) -> Iterator[None]:
+    """What is missing or cut short is named in a sentence; each library has errors of its own for it."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{checkpoint} could not be loaded ({reason}): if it is damaged, remove it to go on after the one before"
+        ) from error
 
 
 def _loss_forward(
