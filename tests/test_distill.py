@@ -283,6 +283,21 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(name, kept, data, tmp_path):
     assert run(chosen, tmp_path, resume=True).is_dir()
 
 
+def test_a_run_does_not_go_on_with_other_data(data, tmp_path):
+    """Prepared anew in the same place: the order of the global sampler would be one of other sequences."""
+    place = shutil.copytree(data, tmp_path / "data")
+    chosen = tiny(place, save_steps=4)
+    run(chosen, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    tokens = next(place.glob("train-*.bin"))
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[::-1])
+    with pytest.raises(ValueError, match=r"data has other tokens than when .*run was begun: give a new folder"):
+        run(chosen, tmp_path / "run", resume=True)
+    tokens.write_bytes(content)
+    assert run(chosen, tmp_path / "run", resume=True).is_dir()
+
+
 def test_two_runs_do_not_share_a_folder(data, tmp_path):
     """Nor is one that was killed waited for: its lock goes with it."""
     hold = (

@@ -1,4 +1,4 @@
-"""``environment.json``: on what a run was made, and by which code."""
+"""``environment.json``: on what a run was made, and by which code; ``data_sha256`` tells its shards from others."""
 
 import importlib.metadata
 import platform

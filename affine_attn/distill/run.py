@@ -27,7 +27,7 @@ from affine_attn.distill.data import held_out, sequences
 from affine_attn.distill.environment import ENVIRONMENT, environment
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
-from affine_attn.distill.shards import write_json
+from affine_attn.distill.shards import fingerprint, write_json
 from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
@@ -60,6 +60,9 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
         logging.getLogger(__name__).warning("--resume: %s", found)
     dataset, config = sequences(recipe), recipe.student_config
+    tokens = fingerprint(Path(recipe.data), dataset.manifest)
+    if checkpoint and _tokens_before(output) not in (tokens, None):
+        raise ValueError(f"{recipe.data} has other tokens than when {output} was begun: give a new folder")
     needed = dataset.manifest["vocab_size"]
     has = f"{recipe.data} has tokens up to {needed - 1},"
     if needed > config.vocab_size:
@@ -95,7 +98,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     with _alone_in(output) if args.should_save else nullcontext():
         if args.should_save:
             write_json(output / RECIPE, dataclasses.asdict(recipe))
-            write_json(output / ENVIRONMENT, environment(args))
+            write_json(output / ENVIRONMENT, environment(args) | {"data_sha256": tokens})
         with _on_sigterm(trainer.stop):
             trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.state.global_step < recipe.steps:
@@ -110,6 +113,12 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
             unfinished.replace(output / MODEL)
         trainer.accelerator.wait_for_everyone()
     return output / MODEL
+
+
+def _tokens_before(output: Path) -> str | None:
+    """What was trained on up to the checkpoint; None where no file tells."""
+    path = output / ENVIRONMENT
+    return json.loads(path.read_text(encoding="utf-8")).get("data_sha256") if path.exists() else None
 
 
 def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:
