@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from affine_attn.cli import app
+from affine_attn.cli import app, terminal
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.shards import TokenShards
 from affine_attn.evaluate.long_context import loss_by_position
@@ -137,13 +137,14 @@ def test_shards_are_scored_as_training_packs_them(folder, tmp_path):
     assert "as in training" in result["boundaries"]
 
 
-def test_texts_of_one_name_are_told_apart_in_the_table(folder, tmp_path):
+def test_texts_of_one_name_are_told_apart_in_the_table(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(terminal.console, "width", 400)
     files = [tmp_path / name / "valid.txt" for name in ("a", "b")]
     for file in files:
         file.parent.mkdir()
         file.write_text(f"A text of {file.parent.name}.")
     given = [str(folder), "--text", str(files[0]), "--text", str(files[1]), "--length", "16"]
-    answer = CliRunner().invoke(app, ["eval", *given, "--output", str(tmp_path)], env={"COLUMNS": "400"})
+    answer = CliRunner().invoke(app, ["eval", *given, "--output", str(tmp_path)])
     assert answer.exit_code == 0, answer.output
     for file in files:
         assert f"perplexity-valid-16 of {file}" in answer.stdout
