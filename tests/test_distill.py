@@ -1,6 +1,8 @@
 """Recipes, and training by them: on random token shards, with models of a few thousand parameters."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import math
 import shutil
@@ -311,6 +313,15 @@ def test_two_runs_do_not_share_a_folder(data, tmp_path):
         assert not (tmp_path / "recipe.json").exists()
         other.kill()
     assert run(tiny(data, steps=4), tmp_path).is_dir()
+
+
+def test_a_run_goes_on_where_nothing_can_be_locked(data, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked .*: see to it that nothing else trains there"):
+        assert run(tiny(data, steps=4), tmp_path).is_dir()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(data, tmp_path):

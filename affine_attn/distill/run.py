@@ -14,6 +14,7 @@ import logging
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -153,6 +154,11 @@ def _alone_in(output: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise ValueError(f"another process is training in {output}: let it end, or give a new folder") from error
+        except OSError as error:
+            # Some file systems of clusters have no locks: no reason not to train there.
+            warnings.warn(
+                f"{output} cannot be locked ({error}): see to it that nothing else trains there", stacklevel=2
+            )
         yield
 
 
