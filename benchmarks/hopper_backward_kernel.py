@@ -27,14 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # Keys of a program, and of a group of its warps.
 N = tl.constexpr(128)
 HALF = tl.constexpr(64)
+# kv heads at a time: what their programs read and add to must stay in the cache, or memory moves several times as much.
+HEADS = tl.constexpr(8)
 
 
 @gluon.jit
 def _place(sizes):
-    """Batch entry, kv head and first key of this program: the longest ones first."""
-    batch, kv_heads, _T = sizes
-    bh = gl.program_id(0) % (batch * kv_heads)
-    return bh // kv_heads, bh % kv_heads, gl.program_id(0) // (batch * kv_heads) * N
+    """Batch entry, kv head and first key of this program: HEADS at a time, of those the longest programs first."""
+    batch, kv_heads, T = sizes
+    programs = HEADS * gl.cdiv(T, N)
+    first, i = gl.program_id(0) // programs * HEADS, gl.program_id(0) % programs
+    heads = gl.minimum(batch * kv_heads - first, HEADS)
+    bh = first + i % heads
+    return bh // kv_heads, bh % kv_heads, i // heads * N
 
 
 @gluon.jit

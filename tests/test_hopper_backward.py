@@ -19,6 +19,7 @@ SHAPES = [
     Shape(1, 2, 1, 300, 300, 64),  # a group of heads; keys and queries that end within a block
     Shape(1, 3, 1, 200, 200, 128),  # dq at once, not a block late
     Shape(2, 2, 2, 65, 65, 64),
+    Shape(3, 3, 3, 130, 130, 64),  # more kv heads than are taken at a time
     Shape(1, 1, 1, 1, 1, 64),
 ]
 
