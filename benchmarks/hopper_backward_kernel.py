@@ -129,12 +129,14 @@ def _bring_rows(
             m_t = row0 + o < T
             b_lse = gl.load(p_lse + first + row0 + o, mask=m_t, other=float("inf")) * 1.4426950408889634
             b_delta = gl.load(p_delta + first + row0 + o, mask=m_t, other=0.0)
+            if HAS_BETA:
+                b_beta = gl.load(p_beta + first + row0 + o, mask=m_t, other=0.0)
             slot = i % STAGES
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             s_rows.index(slot * 3).store(b_lse)
             s_rows.index(slot * 3 + 1).store(b_delta)
             if HAS_BETA:
-                s_rows.index(slot * 3 + 2).store(gl.load(p_beta + first + row0 + o, mask=m_t, other=0.0))
+                s_rows.index(slot * 3 + 2).store(b_beta)
             mbarrier.arrive(full.index(slot), count=1)
             i += 1
 
