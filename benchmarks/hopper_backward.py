@@ -6,7 +6,6 @@ affine attention with either, over plain cuDNN. A result that differs from the o
 is not timed.
 """
 
-import argparse
 import functools
 import math
 import sys
@@ -20,15 +19,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core import fused, hopper
+from affine_attn.core.accuracy import Shape
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import stock
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.gpu import cdiv
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
-from benchmarks.cases import STOCK, TRAINING_SHAPES
-from benchmarks.other_gradients import AFFINE, instead, wrong
-from benchmarks.steps import inputs_of, prepare
+from benchmarks.other_gradients import AFFINE, run
+from benchmarks.steps import inputs_of
 
 # Queries at a time, and by head_dim: slots of the ring, and whether dq comes a block late.
 QUERIES = 64
@@ -93,12 +92,8 @@ def _module() -> Any:
     return hopper_backward_kernel
 
 
-def rows(name: str, rounds: int) -> Iterator[str]:
+def alone(shape: Shape, rounds: int) -> Iterator[str]:
     device = torch.device("cuda")
-    shape = TRAINING_SHAPES["cuda"][name]
-    if (reason := wrong(gradients, shape, device)) is not None:
-        yield f"{name:8} not timed: {reason}"
-        return
     call = checked_call(**inputs_of(AFFINE, shape, device))
     o, lse = stock.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
     dy, dk, dv, acc = torch.randn_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), new_dq(call)
@@ -114,25 +109,8 @@ def rows(name: str, rounds: int) -> Iterator[str]:
         "ours, dq to 16 bits": lambda: scaled_dq(call, acc),
     }  # fmt: skip
     for what, timing in side_by_side(parts, "cuDNN", device, rounds).items():
-        yield f"{name:8} backward            {what:28} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
-    plain = prepare(STOCK["cuda"][0], shape, "forward+backward", device)
-    whole = prepare(AFFINE, shape, "forward+backward", device)
-    functions = {"cuDNN": plain.run, "affine, in use": whole.run, "affine, ours": instead(gradients, whole.run)}
-    for what, timing in side_by_side(functions, "cuDNN", device, rounds).items():
-        yield f"{name:8} forward + backward  {what:28} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=["0.5B", "1B", "3B"], choices=TRAINING_SHAPES["cuda"])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
-    for name in options.shapes:
-        for line in rows(name, options.rounds):
-            print(line, flush=True)
+        yield f"{what:26} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, gradients, alone)

@@ -6,7 +6,6 @@ that must move; and as part of forward + backward, over plain cuDNN. A result th
 more than 16 bits explain is not timed.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +17,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core import fused, hopper
+from affine_attn.core.accuracy import Shape
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import AttentionBackward
 from affine_attn.core.gpu import cdiv, multiprocessors
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
-from benchmarks.cases import STOCK, TRAINING_SHAPES, Case
-from benchmarks.other_gradients import AFFINE, instead, wrong
+from benchmarks.cases import Case
+from benchmarks.other_gradients import instead, run
 from benchmarks.steps import ceilings, prepare
 
 # Programs on a multiprocessor and slots of the ring, by head_dim: as many as shared memory holds.
 PROGRAMS, STAGES = {64: 2, 128: 1}, {64: 3, 128: 3}
+# Query heads of a group with which two programs still fit.
+MOST_HEADS = 4
 
 
 def registers(head_dim: int) -> dict[str, int]:
@@ -52,6 +54,9 @@ def add_gradients(call: Call, dy: Tensor, output: Output, dv: Tensor) -> tuple[T
     shape = (batch * kv_heads, segments + cdiv(segments, module.BLOCK.value), head_dim)
     totals = torch.full(shape, module.ABSENT.value, dtype=torch.int32, device=dy.device)
     dalpha, dbeta = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=dy.device) for _ in range(2))
+    if PROGRAMS[head_dim] > 1 and heads // kv_heads > MOST_HEADS:
+        # Programs wait for each other: those that found no room would be waited for for ever.
+        raise ValueError(f"groups of {heads // kv_heads} heads leave no room for {PROGRAMS[head_dim]} programs")
     items = batch * kv_heads * segments
     programs = min(items, PROGRAMS[head_dim] * multiprocessors(dy.device))
     module.streaming_backward_kernel[(programs,)](
@@ -78,37 +83,17 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], layout)
 
 
-def rows(name: str, rounds: int, copy_bytes_per_ms: float) -> Iterator[str]:
+def alone(shape: Shape, rounds: int) -> Iterator[str]:
     device = torch.device("cuda")
-    shape = TRAINING_SHAPES["cuda"][name]
-    if (reason := wrong(gradients, shape, device)) is not None:
-        yield f"{name:8} not timed: {reason}"
-        return
-    alone = prepare(Case("affine, backward", "gradients", "affine"), shape, "epilogue", device)
-    functions = {"in use": alone.run, "one pass": instead(gradients, alone.run)}
-    for what, timing in side_by_side(functions, "in use", device, rounds).items():
-        share = (alone.moved or 0) / copy_bytes_per_ms / timing.p50
-        yield f"{name:8} alone               {what:10} {timing.p50 * 1e3:8.1f} us {share:8.1%} of a copy"
-    plain = prepare(STOCK["cuda"][0], shape, "forward+backward", device)
-    whole = prepare(AFFINE, shape, "forward+backward", device)
-    functions = {"cuDNN": plain.run, "in use": whole.run, "one pass": instead(gradients, whole.run)}
-    for what, timing in side_by_side(functions, "cuDNN", device, rounds).items():
-        yield f"{name:8} forward + backward  {what:10} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=["3B", "1B", "0.5B"], choices=TRAINING_SHAPES["cuda"])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
-    copy = ceilings(torch.device("cuda"))["copy bandwidth"]
-    timing = side_by_side({"copy": copy.run}, "copy", torch.device("cuda"), options.rounds)["copy"]
-    for name in options.shapes:
-        for line in rows(name, options.rounds, (copy.moved or 0) / timing.p50):
-            print(line, flush=True)
+    copy = ceilings(device)["copy bandwidth"]
+    step = prepare(Case("affine, backward", "gradients", "affine"), shape, "epilogue", device)
+    functions = {"copy": copy.run, "in use": step.run, "one pass": instead(gradients, step.run)}
+    timings = side_by_side(functions, "copy", device, rounds)
+    bytes_per_ms = (copy.moved or 0) / timings.pop("copy").p50
+    for what, timing in timings.items():
+        share = (step.moved or 0) / bytes_per_ms / timing.p50
+        yield f"{what:26} {timing.p50 * 1e3:8.1f} us {share:8.1%} of a copy"
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, gradients, alone)

@@ -359,6 +359,27 @@ class Simulated:
         return launch
 
 
+def mistake(old: str, new: str) -> Callable[[str], str]:
+    """An ``edit`` that puts one into the source."""
+
+    def edit(source: str) -> str:
+        assert source.count(old) == 1
+        return source.replace(old, new)
+
+    return edit
+
+
+def shows_in_some_order(is_wrong: Callable[[int], bool]) -> bool:
+    """Whether with one of some seeds the run fails, or is wrong."""
+    for seed in range(24):
+        try:
+            if is_wrong(seed):
+                return True
+        except Fault:
+            return True
+    return False
+
+
 def _as_in_kernels(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Pointer.at_start(x)

@@ -251,7 +251,7 @@ def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
         raise ValueError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in list(_LOGITS):
+    if kind not in list(_LOGITS):  # as a list: what is no name need not have a hash
         raise ValueError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
     return _from_fields(_LOGITS[kind], fields)
 
