@@ -27,6 +27,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def must_be_deterministic() -> bool:
+    """Whether sums in no fixed order were forbidden; asked for a warning only, torch's own kernels go on, too."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def padded(size: int) -> int:
     """Of a tile that holds so many channels or rows: a power of two, as in Triton, and as many as a product needs."""
     return max(16, 1 << (size - 1).bit_length())

@@ -8,7 +8,7 @@ backward needs no merging: with the merged output and log-sum-exp each piece's s
 import torch
 from torch import Tensor
 
-from affine_attn.core.gpu import capability
+from affine_attn.core.gpu import capability, must_be_deterministic
 
 aten = torch.ops.aten
 
@@ -34,7 +34,8 @@ def kernel(q: Tensor) -> str:
     """The operator that runs calls without a window (windows are the flash operator's)."""
     if q.device.type == "cpu":
         return "flash_for_cpu"
-    if q.shape[-1] <= 128 and q.shape[2] > 1 and capability(q.device) >= (9, 0):
+    # cuDNN's backward adds up in no fixed order; flash's does so only if it may.
+    if q.shape[-1] <= 128 and q.shape[2] > 1 and capability(q.device) >= (9, 0) and not must_be_deterministic():
         return "cudnn"
     return "flash"
 
