@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from affine_attn.core.accuracy import Shape
+from affine_attn.core.gpu import capability
 
 # Attention of the paper's students at their training length, and the 3B one at longer contexts (B, H, Hkv, Tq, Tk, D).
 TRAINING_SHAPES = {
@@ -33,7 +34,7 @@ MODES = {
     "forward": "without gradients",
     "forward+backward": "gradients of every input",
     "decode": "one query per sequence over a cache, without gradients",
-    "epilogue": "the row-wise stages alone, forward and backward, against copy bandwidth",
+    "epilogue": "the row-wise stages alone, against copy bandwidth",
     "statistics": "attention_stats over one plain forward",
 }
 SHAPES_OF = {"epilogue": ("3B", "1B", "0.5B", "cpu"), "statistics": ("3B", "cpu")}
@@ -109,6 +110,8 @@ def _own_cases(device: torch.device, mode: str, variants: Sequence[str]) -> tupl
     wanted = [v for v in variants if v in VARIANTS_OF.get(mode, variants)]
     if mode == "epilogue":
         halves = {"forward": "finish", "backward": "gradients"}
+        if capability(device) == (9, 0):
+            halves["backward on Hopper"] = "rows"
         return tuple(Case(f"{v}, {half}", method, v) for v in wanted for half, method in halves.items())
     if mode == "statistics":
         return (STOCK[device.type][0], *(Case(v, "statistics", v) for v in wanted))

@@ -1,116 +1,96 @@
-"""Does a backward of our own pay on Hopper? python3 benchmarks/hopper_backward.py
+"""What the backward of our own saves on Hopper: python3 benchmarks/hopper_backward.py
 
-An experiment, not yet run on a GPU and not in use: cuDNN's backward beside that of hopper_backward_kernel.py, in which
-beta costs an addition, in bf16 at the shapes of the paper's students. First kernels alone, then forward + backward of
-affine attention with either, over plain cuDNN. A result that differs from the one in use by more than 16 bits explain
-is not timed.
+Beside each other: cuDNN's plain backward, the same with the gradients of the stages, and the backward of our own, also
+by its parts. A result that differs from the second's by more than 16 bits explain is not timed.
 """
 
+import argparse
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn.core import fused, hopper
-from affine_attn.core.accuracy import Shape
+from affine_attn import VARIANTS
+from affine_attn.core import fused, hopper_backward
+from affine_attn.core.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import stock
-from affine_attn.core.epilogue import AttentionBackward
-from affine_attn.core.gpu import cdiv
 from affine_attn.core.ops import Gradients, Output
 from affine_attn.measure import side_by_side
-from benchmarks.other_gradients import AFFINE, run
-from benchmarks.steps import inputs_of
-
-# Queries at a time, and by head_dim: slots of the ring, and whether dq comes a block late.
-QUERIES = 64
-STAGES, LATE = {64: 3, 128: 2}, {64: True, 128: False}
+from benchmarks.hopper_forward import BATCHES, HEADS, plain, with_epilogue
 
 
-def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
-    """As :func:`fused.gradients`, for calls with alpha and beta alone that :mod:`hopper` has done the forward of."""
-    dy = dy if fused._is_dense(dy) else dy.contiguous()
-    fused._negate_rows(call, fused.plan_of(call), dy)
-    rows = fused._RowGradients(call, dy, output.saved_out, output)
-    rows.launch()  # does more than is needed: what dv wants is computed below
-    _, dalpha, dbeta, _ = rows.results()
-    assert call.alpha is not None
-    is_negative = call.alpha < 0
-    delta, beta = (torch.where(is_negative, -x, x).float() for x in (dalpha, call.beta))
-    dq, dk, dv = backward(call, dy, output.saved_lse, delta, beta)
-    fused._negate_rows(call, fused.plan_of(call), dy)
-    return dq, dk, dv, None, dalpha, dbeta, None
+def plain_backward(call: Call, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return stock.backward(do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
 
 
-def backward(call: Call, dy: Tensor, lse: Tensor, delta: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; ``lse`` and ``beta`` are those of rows whose dy has the sign of alpha, delta is <dy, o>."""
-    acc = new_dq(call)
-    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
-    launch(call, dy, lse, delta, beta, acc, dk, dv)
-    return scaled_dq(call, acc), dk, dv
+def in_stages(call: Call, dy: Tensor, output: Output) -> Gradients:
+    return fused.gradients(call, dy, output, functools.partial(plain_backward, call))
 
 
-def new_dq(call: Call) -> Tensor:
-    batch, heads, length, head_dim = call.q.shape
-    shape = (batch, heads, cdiv(length, QUERIES) * QUERIES, head_dim)
-    return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
+def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
+    """What differs by more than 16 bits explain, or None."""
+    before = dy.clone()
+    names = ("dq", "dk", "dv", "dsink", "dalpha", "dbeta", "dgate")
+    for name, a, b in zip(
+        names, hopper_backward.backward(call, dy, output), in_stages(call, dy, output), strict=True
+    ):  # fmt: skip
+        if b is not None and not (error := float((a.float() - b.float()).norm() / b.float().norm())) < 5e-3:
+            return f"{name} differs by {error:.3g}"
+    return None if torch.equal(dy, before) else "dy is changed"
 
 
-def launch(
-    call: Call, dy: Tensor, lse: Tensor, delta: Tensor, beta: Tensor | None, acc: Tensor, dk: Tensor, dv: Tensor
-) -> None:
-    batch, heads, length, head_dim = call.q.shape
-    kv_heads, module = call.k.shape[1], _module()
-    keys, half = module.N.value, module.HALF.value
-    module.hopper_backward_kernel[(batch * kv_heads * cdiv(length, keys),)](
-        hopper._descriptor(call.q, QUERIES), hopper._descriptor(call.k, keys), hopper._descriptor(call.v, keys),
-        hopper._descriptor(dy, QUERIES), hopper._descriptor(dk, half), hopper._descriptor(dv, half),
-        lse, delta.contiguous(), fused.contiguous_rows(beta), acc, batch, kv_heads, length,
-        call.scale * math.log2(math.e), call.scale,
-        GROUP=heads // kv_heads, M=QUERIES, D=head_dim, STAGES=STAGES[head_dim], HAS_BETA=beta is not None,
-        LATE=LATE[head_dim], num_warps=4,
-    )  # fmt: skip
+def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], object]]:
+    """What the backward of our own launches, one by one."""
+    rows = hopper_backward.RowGradients(call, dy, output)
+    rows.launch()
+    sums, dk, dv = hopper_backward.new_sums(call), torch.empty_like(call.k), torch.empty_like(call.v)
+    return {
+        "ours: rows": rows.launch,
+        "ours: dq = 0": functools.partial(hopper_backward.new_sums, call),
+        "ours: attention": functools.partial(hopper_backward.launch, call, output.saved_lse, rows, sums, dk, dv),
+        "ours: dq rounded": functools.partial(hopper_backward.rounded, call, sums),
+    }
 
 
-def scaled_dq(call: Call, acc: Tensor) -> Tensor:
-    length = call.q.shape[2]
-    scale = torch.full((1, 1, length), call.scale, dtype=torch.float32, device=acc.device)
-    return fused.scale_rows(acc[:, :, :length], scale, torch.empty_like(call.q))
-
-
-def _module() -> Any:
-    """Imported late: it needs Triton."""
-    from benchmarks import hopper_backward_kernel
-
-    return hopper_backward_kernel
-
-
-def alone(shape: Shape, rounds: int) -> Iterator[str]:
+def rows(shape: Shape, variant: str, rounds: int) -> Iterator[str]:
     device = torch.device("cuda")
-    call = checked_call(**inputs_of(AFFINE, shape, device))
-    o, lse = stock.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
-    dy, dk, dv, acc = torch.randn_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), new_dq(call)
-    delta, lse = (dy.float() * o.float()).sum(-1), lse.contiguous()
-    ours_alone = functools.partial(launch, call, dy, lse, delta)
-    parts: dict[str, Callable[[], object]] = {
-        "cuDNN": lambda: stock.backward(
-            dy, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None
-        ),
-        "ours, main kernel, no beta": lambda: ours_alone(None, acc, dk, dv),
-        "ours, main kernel": lambda: ours_alone(call.beta, acc, dk, dv),
-        "ours, dq set to 0": lambda: new_dq(call),
-        "ours, dq to 16 bits": lambda: scaled_dq(call, acc),
-    }  # fmt: skip
-    for what, timing in side_by_side(parts, "cuDNN", device, rounds).items():
-        yield f"{what:26} {timing.p50 * 1e3:8.1f} us {timing.ratio:8.4f} of cuDNN"
+    call = checked_call(**random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device))
+    label = f"{shape.batch:4} x {shape.tq:5}, heads {shape.heads}/{shape.kv_heads}, {shape.head_dim} {variant:12}"
+    output, (o, lse), dy = with_epilogue(call), plain(call), torch.randn_like(call.q)
+    if (reason := hopper_backward.why_not(call) or wrong(call, dy, output)) is not None:
+        yield f"{label} not timed: {reason}"
+        return
+    functions: dict[str, Callable[[], object]] = {
+        "cuDNN, plain": functools.partial(plain_backward, call, dy, o, lse.contiguous()),
+        "cuDNN, stages": functools.partial(in_stages, call, dy, output),
+        "ours": functools.partial(hopper_backward.backward, call, dy, output),
+        **parts(call, dy, output),
+    }
+    for name, timing in side_by_side(functions, "cuDNN, plain", device, rounds, round_ms=5.0).items():
+        yield f"{label} {name:16} {timing.p50:8.4f} ms {timing.ratio:8.4f} of plain"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="*", default=["softmax", "affine"], choices=VARIANTS)
+    parser.add_argument("--lengths", nargs="*", type=int, default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
+    for heads, kv_heads, head_dim in HEADS:
+        for length in options.lengths:
+            shape = Shape(BATCHES[length], heads, kv_heads, length, length, head_dim)
+            for variant in options.variants:
+                for line in rows(shape, variant, options.rounds):
+                    print(line, flush=True)
 
 
 if __name__ == "__main__":
-    run(__doc__, gradients, alone)
+    main()

@@ -60,15 +60,10 @@ def tables(rows: list[Row]) -> list[str]:
         ]
     if epilogue := _of("epilogue", rows):
         parts += [
-            "The epilogue alone, microseconds (bytes that must move per second over those of a copy):",
+            "The epilogue alone, microseconds (bytes that must move per second over those of a copy). Forward and "
+            "backward are those around a stock attention. On Hopper a causal forward has none, its backward another:",
             _table(epilogue, _us_and_fraction),
         ]
-        if added := _added(_of("forward+backward", rows), epilogue):
-            parts += [
-                "What a variant adds to forward + backward of plain attention, microseconds (its epilogue's bytes over "
-                "that time, likewise; above 100% where kernels of the attention do some of it, or run beside it):",
-                _table(added, _us_and_fraction),
-            ]
     if statistics := _of("statistics", rows):
         own = ", ".join(f"{r['what']} {float(r['ratio']):.2f}" for r in statistics if r["what"] != r["baseline"])
         parts.append(
@@ -80,20 +75,6 @@ def tables(rows: list[Row]) -> list[str]:
 def _of(mode: str, rows: list[Row]) -> list[Row]:
     """The rows that were timed; a row without a time has its reason in the CSV."""
     return [row for row in rows if row["mode"] == mode and row["ms_p50"]]
-
-
-def _added(training: list[Row], epilogue: list[Row]) -> list[Row]:
-    """What a variant takes beyond plain attention, and the bytes of its epilogue over that, as rows of their own."""
-    plain = {row["shape"]: float(row["ms_p50"]) for row in training if row["what"] == row["baseline"]}
-    added = []
-    for row in training:
-        parts = [r for r in epilogue if r["shape"] == row["shape"] and r["what"].split(", ")[0] == row["what"]]
-        if parts:
-            ms = (float(row["ratio"]) - 1) * plain[row["shape"]]
-            # Milliseconds at the speed of a copy.
-            least = sum(float(part["ms_p50"]) * float(part["fraction_of_copy"]) for part in parts)
-            added.append(row | {"ms_p50": str(ms), "fraction_of_copy": str(least / ms) if ms > 0 else ""})
-    return added
 
 
 def _baseline(rows: list[Row]) -> str:
@@ -133,8 +114,6 @@ def _ratio_and_fraction(row: Row) -> str:
 
 
 def _us_and_fraction(row: Row) -> str:
-    if not row["fraction_of_copy"]:
-        return "nothing"
     return f"{_three_digits(1e3 * float(row['ms_p50']))} ({float(row['fraction_of_copy']):.0%})"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attn import VARIANTS, attention, attention_stats
-from affine_attn.core import epilogue, fused
+from affine_attn.core import epilogue, fused, hopper, hopper_backward
 from affine_attn.core.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.dispatch import choose
@@ -139,8 +139,13 @@ def _decode(case: Case, shape: Shape, device: torch.device) -> Step:
 
 
 def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
-    """``finish`` or ``gradients`` on a made-up (o, z), with an attention backward that costs nothing."""
+    """``finish`` or ``gradients`` on a made-up (o, z), with an attention backward that costs nothing; ``rows`` are the
+    gradients that our own backward begins with."""
     call = checked_call(**inputs_of(case, shape, device))
+    if case.method == "rows":
+        rows = hopper_backward.RowGradients(call, torch.randn_like(call.q), hopper.forward(call))
+        # read dy, o, v, gate; write dgate, and the gated dy that the attention's backward takes
+        return Step(rows.launch, 2 * _bytes(call.q) + _values_bytes(call) + 3 * _gate_bytes(call))
     stages = epilogue if fused.why_not(call) else fused
     o, z = torch.randn_like(call.q), torch.randn(call.q.shape[:3], device=device)
     # Kernels alone: with nothing to run beside, a second stream would only wait.
@@ -157,13 +162,20 @@ def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
 
 def _epilogue_bytes(call: Call, backward: bool) -> int:
     """Each tensor once; alpha, beta and the row statistics are too small to count."""
-    values = 0 if call.beta is None else _bytes(call.v)
-    gate = 0 if call.gate is None else _bytes(call.gate)
+    values, gate = _values_bytes(call), _gate_bytes(call)
     if not backward:
         # read o, v, gate; write y
         return 2 * _bytes(call.q) + values + gate
     # read dy, o, v, gate, dv; write dv and dgate, and the gated dy that the attention's backward takes
     return 2 * _bytes(call.q) + 3 * values + 3 * gate
+
+
+def _values_bytes(call: Call) -> int:
+    return 0 if call.beta is None else _bytes(call.v)
+
+
+def _gate_bytes(call: Call) -> int:
+    return 0 if call.gate is None else _bytes(call.gate)
 
 
 def _bytes(*tensors: Tensor) -> int:

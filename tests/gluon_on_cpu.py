@@ -56,6 +56,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, offset: Any = 0):
         self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     @classmethod
     def at_start(cls, x: Tensor) -> "Pointer":
@@ -347,7 +348,7 @@ class Simulated:
             function.decorator_list = []
         code = compile(tree, str(self.module.__file__), "exec")
 
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             passed = [_as_in_kernels(x) for x in arguments]
             devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
             for device in devices:
@@ -479,20 +480,26 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
             raise Fault("a product is used that was not waited for")
         return product.result
 
+    def static_assert(condition: bool, message: str) -> None:
+        assert condition, message
+
     def of_numbers(operation: Callable) -> Callable:
         return lambda *arguments: operation(*(torch.as_tensor(x) for x in arguments))
 
     gl = SimpleNamespace(
         constexpr=None, int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
+        static_assert=static_assert,
         program_id=lambda axis: _block(torch.tensor(device.program)), num_programs=lambda axis: programs,
         cdiv=lambda a, b: -(-a // b),
         arange=lambda start, stop, layout: _block(torch.arange(start, stop, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
-        load=load, store=store, where=torch.where, convert_layout=lambda x, layout: x,
+        load=load, store=store, where=torch.where, broadcast=torch.broadcast_tensors, permute=torch.permute,
+        convert_layout=lambda x, layout: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
         maximum=of_numbers(torch.maximum), minimum=of_numbers(torch.minimum),
-        exp2=torch.exp2, log=torch.log, log2=torch.log2, abs=torch.abs, inline_asm_elementwise=inline_asm_elementwise,
+        exp=torch.exp, exp2=torch.exp2, log=torch.log, log2=torch.log2, abs=torch.abs,
+        inline_asm_elementwise=inline_asm_elementwise,
         allocate_shared_memory=allocate, warp_specialize=lambda parts, warps, registers: device.add(parts),
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, dtype: None),
         **dict.fromkeys(("BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout",
@@ -507,7 +514,7 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
     )
     return {
         "gl": gl, "mbarrier": barriers, "tma": copies, "fence_async_shared": fence,
-        "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
+        "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "mma_v2": lambda a, b, acc: a.float() @ b.float() + acc,
     }  # fmt: skip
 
 

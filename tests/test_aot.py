@@ -17,14 +17,20 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
-from affine_attn.core import fused, hopper, visible_sums  # noqa: E402
+from affine_attn.core import fused, hopper, hopper_backward, visible_sums  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
 from affine_attn.core.engines import decode  # noqa: E402
 from affine_attn.core.engines import triton as engine  # noqa: E402
 from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
-from affine_attn.core.kernels import distance_backward, distance_forward, epilogue, hopper_forward  # noqa: E402
+from affine_attn.core.kernels import (  # noqa: E402
+    distance_backward,
+    distance_forward,
+    epilogue,
+    hopper_forward,
+    hopper_rows,
+)
+from affine_attn.core.kernels import hopper_backward as hopper_backward_kernels  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
-from benchmarks import hopper_backward, hopper_backward_kernel, streaming_backward, streaming_backward_kernel  # noqa: E402  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -48,7 +54,7 @@ ABSENT = dict.fromkeys(("p_lse", "p_dsink", "p_dgate", "p_do"))
 EPILOGUE_KERNELS = {
     "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
-    "scale_rows_kernel": {"T": 16, "num_warps": 4},
+    "scale_rows_kernel": {"T": 16, "num_warps": 4, "HAS_ROWS": True},
     "negate_rows_kernel": NEGATED | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel": STAGES,
     "epilogue_kernel:affine": AFFINE | {"KEEP_OUT": True, "BLOCKS": 32},
@@ -56,7 +62,7 @@ EPILOGUE_KERNELS = {
     "epilogue_backward_kernel:affine": AFFINE | ABSENT | {"SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
     "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
     "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
-    "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 32, "num_warps": 1},
+    "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 128, "GROUP": 4, "num_warps": 4},
     "add_seen_by_kernel": NEGATED | {"GROUP": 3, "T": 16, "num_warps": 4},
     "add_seen_by_kernel:affine": NEGATED | NO_GATE | {"GROUP": 3, "T": 16, "num_warps": 4},
 }
@@ -75,7 +81,7 @@ IN_INPUT_DTYPE = {
 TYPES = {
     **dict.fromkeys(("p_document", "p_doc_first", "p_doc_last", "p_first_key"), "*i32"),
     **dict.fromkeys(("p_far", "p_basis"), "*fp16"),
-    **dict.fromkeys(("constant_sink", "qk_factor", "grad_factor", "inv_tau"), "fp32"),
+    **dict.fromkeys(("constant_sink", "qk_factor", "grad_factor", "inv_tau", "scale"), "fp32"),
     "p_padding": "*u8",
 }
 
@@ -104,7 +110,7 @@ def _epilogue_build(name: str, target: Target) -> Build:
     tile = (fused._TILES_WITHOUT_SUMS if "no sums" in name else fused._TILES)[target.head_dim]
     sizes = {"HEAD_DIM": target.head_dim, "D": target.head_dim, "T": tile.tokens, "SLICE": tile.columns}
     sizes |= {"LENGTH": tile.segment, "num_warps": tile.warps} | EPILOGUE_KERNELS[name]
-    sizes["SLICE"] = getattr(tile, sizes["SLICE"]) if isinstance(sizes["SLICE"], str) else sizes["SLICE"]
+    sizes = {x: getattr(tile, size) if isinstance(size, str) else size for x, size in sizes.items()}
     options = {"num_warps": sizes.pop("num_warps")}
     return Build(name, kernel, {x: sizes[x] for x in sizes if x in kernel.arg_names}, _types(target), options)
 
@@ -287,38 +293,49 @@ def _overwritten_operands(code: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 4), (128, 3)])
-def test_the_streaming_backward_compiles_within_limits(head_dim, group, tmp_path):
-    """An experiment so far; it wants as many programs on a multiprocessor as it was written for."""
-    kernel, programs = streaming_backward_kernel.streaming_backward_kernel, streaming_backward.PROGRAMS[head_dim]
-    stages = streaming_backward.STAGES[head_dim]
-    constants = {"GROUP": group, "PANELS": head_dim // 64, "STAGES": stages, "SAVED": 8}
-    types = dict.fromkeys(("d_dy", "d_o", "d_v", "d_dv"), _descriptor("bf16", 64, 64))
-    types |= {"p_totals": "*i32", "p_dy": "*bf16"}
-    compiled = _compile_gluon(kernel, types, constants, streaming_backward.registers(head_dim), aligned=True)
-    # A program takes one KiB besides.
-    assert programs * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
-    assert _stack(compiled, tmp_path) <= 32
-
-
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 3)])
 @pytest.mark.parametrize("has_beta", [False, True])
 def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_beta, tmp_path):
-    """An experiment so far. Every wait is one of the source's: ptxas puts in more where it serialises products."""
-    kernel, late = hopper_backward_kernel.hopper_backward_kernel, hopper_backward.LATE[head_dim]
-    constants = {"GROUP": group, "M": hopper_backward.QUERIES, "D": head_dim, "LATE": late, "HAS_BETA": has_beta}
-    constants |= {"STAGES": hopper_backward.STAGES[head_dim]} | ({} if has_beta else {"p_beta": None})
-    keys, half = hopper_backward_kernel.N.value, hopper_backward_kernel.HALF.value
+    """Every wait is one of the source's: ptxas puts in more where it serialises products."""
+    kernel, late = hopper_backward_kernels.hopper_backward_kernel, hopper_backward.LATE[head_dim]
+    constants = {"GROUP": group, "D": head_dim, "LATE": late, "HAS_BETA": has_beta, "SEGMENT": 16}
+    constants |= {"STAGES": hopper_backward.STAGES[head_dim], "TILES": hopper_backward.TILES[head_dim]}
+    constants |= {} if has_beta else {"p_beta": None, "p_after": None}
     types = dict.fromkeys(("d_q", "d_dy"), _descriptor("bf16", hopper_backward.QUERIES, head_dim))
-    types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", keys, head_dim))
-    types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", half, head_dim))
-    compiled = _compile_gluon(kernel, types | dict.fromkeys(("factor", "scale"), "fp32"), constants, aligned=True)
+    types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", hopper.ROWS, head_dim))
+    types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", hopper_backward.HALF, head_dim))
+    types |= dict.fromkeys(("p_order", "p_tiles"), "*i32") | dict.fromkeys(("factor", "scale", "per_scale"), "fp32")
+    compiled = _compile_gluon(kernel, types, constants, aligned=True)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     assert _stack(compiled, tmp_path) <= 32
     code = _tool("--dump-sass", tmp_path / "kernel.cubin")
-    # Of both groups, in the loop over blocks that the diagonal cuts and in that over others; a late dq has one more.
-    assert len(re.findall("WARPGROUP.DEPBAR", code)) == 2 * (2 * 5 + late)
+    # Of both groups, where the diagonal cuts blocks and where it does not; a late dq has one more. And ptxas puts in
+    # one: the second group waits for scores before its other product, where the diagonal cuts.
+    assert len(re.findall("WARPGROUP.DEPBAR", code)) == 2 * (2 * 5 + late) + 1
     assert not _overwritten_operands(code)
+
+
+@pytest.mark.parametrize("head_dim", hopper_backward.STEPS)
+@pytest.mark.parametrize(
+    ("sink", "has_alpha", "has_beta", "gate"), [(0, 0, 0, 0), (2, 1, 1, 0), (0, 1, 1, 1), (0, 0, 0, 2), (2, 1, 1, 2)]
+)
+def test_row_gradients_load_widely_and_hardly_spill(sink, has_alpha, has_beta, gate, head_dim, tmp_path):
+    kernel, steps = hopper_rows.row_gradients_kernel, hopper_backward.STEPS[head_dim]
+    constants = {"SINK": sink, "HAS_ALPHA": bool(has_alpha), "HAS_BETA": bool(has_beta), "GATE": gate}
+    constants |= {"GROUP": 3, "D": head_dim, "STEPS": steps, "SAVED": 8}
+    is_absent = dict.fromkeys(("p_sink", "p_dsink"), sink != 2) | dict.fromkeys(("p_alpha", "p_dalpha"), not has_alpha)
+    is_absent |= dict.fromkeys(("p_v", "p_before", "p_beta", "p_dbeta", "p_shift", "p_totals"), not has_beta)
+    is_absent |= dict.fromkeys(("p_gate", "p_dgate"), gate == 0)
+    constants |= dict.fromkeys(name for name, absent in is_absent.items() if absent)
+    types = {name: "*bf16" for name in kernel.arg_names if name in IN_INPUT_DTYPE and name not in constants}
+    shape = {0: None, 1: (1, 1, 1, 1), 2: (1, 1, 1, head_dim)}[gate]
+    registers = hopper_backward.row_registers(None if shape is None else torch.empty(shape))
+    options = {"num_warps": 1} | ({} if registers is None else {"maxnreg": registers})
+    compiled = _compile_gluon(kernel, types, constants, options, aligned=True)
+    assert _stack(compiled, tmp_path) <= 32
+    # dy, o, values and gates: all that it loads besides is numbers per row, sums, and dy again where rows are negated.
+    loads = re.findall(r"LDG\.E\.128", _tool("--dump-sass", tmp_path / "kernel.cubin"))
+    assert len(loads) >= steps * (head_dim // 16) * (2 + has_beta + (gate == 2))
 
 
 def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
@@ -345,9 +362,10 @@ def _compile_gluon(
     options: dict[str, int] | None = None,
     aligned: bool = False,
 ):
-    """Aligned as torch's tensors are: wide loads take other registers."""
+    """Aligned as torch's tensors and their rows are: wide loads take other registers."""
     rest = {name: "*fp32" if name.startswith("p_") else "i32" for name in kernel.arg_names}
-    pointers = [i for i, name in enumerate(kernel.arg_names) if name.startswith("p_") and name not in constants]
+    names = [name for name in kernel.arg_names if name.startswith(("p_", "stride_")) and name not in constants]
+    pointers = [kernel.arg_names.index(name) for name in names]
     attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else None
     source = GluonASTSource(kernel, rest | types | dict.fromkeys(constants, "constexpr"), constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))

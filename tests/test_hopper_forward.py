@@ -13,6 +13,7 @@ from affine_attn.core.call import checked_call
 from affine_attn.core.ops import Output
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
+from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture
 
 ALL_SPECS = {
     **{name: SPECS[name] for name in ("off_by_one", "sink", "affine", "gated", "gated_headwise", "affine_gated")},
@@ -28,23 +29,6 @@ SIMULATED = [
 ]
 
 
-@pytest.fixture
-def simulate(monkeypatch):
-    """Turns to the simulated kernel, in the order of a seed; with ``edit``, to what that makes of its source."""
-    monkeypatch.setattr(hopper, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(hopper, "multiprocessors", lambda _: 2)
-
-    def turn_to(seed: int, edit=lambda source: source) -> None:
-        # Here, not above: without the interpreter Triton is no concern of this file's.
-        from affine_attn.core.kernels import hopper_forward
-        from tests.gluon_on_cpu import Simulated
-
-        kernel = Simulated(hopper_forward, "hopper_forward_kernel", seed, edit)
-        monkeypatch.setattr(hopper, "_kernel", lambda: kernel)
-
-    return turn_to
-
-
 def test_the_kernel_on_the_cpu():
     rerun_in_interpreter(__file__)
 
@@ -52,7 +36,7 @@ def test_the_kernel_on_the_cpu():
 @interpreted
 @pytest.mark.parametrize("shape", SIMULATED, ids=str)
 @pytest.mark.parametrize("name", ALL_SPECS)
-def test_values_and_gradients(name, shape, simulate):
+def test_values_and_gradients(name, shape, simulate):  # noqa: F811
     simulate(seed=0)
     # Not in bfloat16, for which Triton's interpreter has no negative numbers: the backward's kernels run there.
     inputs = random_inputs(ALL_SPECS[name], shape, torch.float16)
@@ -62,7 +46,7 @@ def test_values_and_gradients(name, shape, simulate):
 
 
 @interpreted
-def test_views_and_sinks_of_tokens(simulate):
+def test_views_and_sinks_of_tokens(simulate):  # noqa: F811
     """Slices of one projection, as a model makes them, and a sink for every token, some beyond measure."""
     simulate(seed=0)
     inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 2, 2, 140, 140, 64), torch.float16)
@@ -80,7 +64,7 @@ def test_views_and_sinks_of_tokens(simulate):
 @interpreted
 @pytest.mark.parametrize("shape", SIMULATED[:2], ids=str)
 @pytest.mark.parametrize("name", ["sink", "sink+affine", "sink+affine+elementwise", "sink+affine+headwise"])
-def test_no_order_of_events_changes_a_bit(name, shape, simulate):
+def test_no_order_of_events_changes_a_bit(name, shape, simulate):  # noqa: F811
     call = checked_call(**random_inputs(ALL_SPECS[name], shape, torch.bfloat16))
     outputs: list[Output] = []
     for seed in range(8):
@@ -119,7 +103,7 @@ MISTAKES = {
 
 @interpreted
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_simulation_finds(name, simulate):
+def test_the_simulation_finds(name, simulate):  # noqa: F811
     from tests.gluon_on_cpu import mistake, shows_in_some_order
 
     # Where there is a gate, its wait for y is one for o as well; slots are used again at once where there are two.
@@ -129,7 +113,7 @@ def test_the_simulation_finds(name, simulate):
     right = [hopper.forward(call) for call in calls]
 
     def is_wrong(seed: int) -> bool:
-        simulate(seed, mistake(*MISTAKES[name]))
+        simulate(seed, forward=mistake(*MISTAKES[name]))
         found = (hopper.forward(call) for call in calls)
         return not all(torch.equal(x, y) for a, b in zip(found, right, strict=True) for x, y in zip(a, b, strict=True))
 
@@ -139,7 +123,8 @@ def test_the_simulation_finds(name, simulate):
 def test_programs_share_the_tiles_evenly():
     for batch, heads, blocks in product((1, 3), (2, 40), (1, 16)):
         with torch.device("meta"):  # the default one must not matter
-            tiles, counts = hopper.order(batch, heads, heads // 2, blocks, 7, torch.device("cpu"))
+            costs = tuple(n + 1.5 for n in range(blocks))
+            tiles, counts = hopper.order(batch, heads, heads // 2, costs, 32, 7, torch.device("cpu"))
         lists = [row[:n] for row, n in zip(tiles.tolist(), counts.tolist(), strict=True)]
         firsts = range(0, blocks * hopper.ROWS, hopper.ROWS)
         every = [[b, h, h // 2, first] for b in range(batch) for h in range(heads) for first in firsts]
@@ -150,9 +135,6 @@ def test_programs_share_the_tiles_evenly():
             assert max(work) <= 1.1 * sum(work) / len(work)
 
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
 # Tiles of 128 rows in two halves: cut short, whole, several to a program.
 ON_GPU = [
     *(Shape(2, 6, 2, n, n, 64) for n in (1, 2, 63, 65, 128, 129, 300)),

@@ -22,7 +22,7 @@ LAYERS = [
     {"core.gpu", "core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},
-    {"core.epilogue", "core.fused", "core.hopper", "core.quarantine"},
+    {"core.epilogue", "core.fused", "core.hopper", "core.hopper_backward", "core.quarantine"},
     {"core.engines"},
     {"core.dispatch"},
     {"core.alpha", "core.layer", "core.stats", "core.accuracy"},

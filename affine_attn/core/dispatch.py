@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from affine_attn.core import fused, hopper, reference
+from affine_attn.core import fused, hopper, hopper_backward, reference
 from affine_attn.core.call import Call, checked_call
 from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
 from affine_attn.core.masks import Mask
@@ -86,10 +86,12 @@ def _epilogue_note(name: str, call: Call) -> str:
     """Where the stages after the attention run, for the engines that have them apart."""
     if name not in ("sdpa", "triton"):
         return ""
-    if name == "sdpa" and hopper.why_not(call) is None:
-        return "; its forward is one kernel of our own with that epilogue"
-    reason = fused.why_not(call)
-    return "; fused kernels after it" if reason is None else f"; torch operations after it, since {reason}"
+    if (reason := fused.why_not(call)) is not None:
+        return f"; torch operations after it, since {reason}"
+    has_own_forward = name == "sdpa" and hopper.why_not(call) is None
+    has_own_backward = name == "sdpa" and hopper_backward.why_not(call) is None
+    forward = "its forward is one kernel of our own with that epilogue" if has_own_forward else "fused kernels after it"
+    return f"; {forward}{'; a backward of our own' if has_own_backward else ''}"
 
 
 def choose(call: Call, impl: str) -> str:

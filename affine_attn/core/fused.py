@@ -220,17 +220,21 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     o = output.saved_out if output.saved_out.numel() else output.y
     if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
         return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    dy = dy if _is_dense(dy) else dy.contiguous()
+    dy = negatable(call, dy)
     rows = _RowGradients(call, dy, o, output)
     if rows.do is not None:
         rows.launch()
         dq, dk, dv = attention_backward(rows.do, o, output.saved_lse)
     else:
-        _negate_rows(call, rows.plan, dy)
-        beside = _fork(call, int(_BACKWARD_LEAD * call.q.numel()))
-        dq, dk, dv = attention_backward(dy, o, output.saved_lse)
-        with beside:
-            rows.launch()
+        negate_rows(call, dy)
+        try:
+            beside = _fork(call, int(_BACKWARD_LEAD * call.q.numel()))
+            dq, dk, dv = attention_backward(dy, o, output.saved_lse)
+            with beside:
+                rows.launch()
+        except BaseException:
+            negate_rows(call, dy)  # which is the caller's
+            raise
     rows.settle(dv)
     return dq, dk, dv, *rows.results()
 
@@ -278,10 +282,7 @@ class _RowGradients:
             **plan.constants(call, self.columns),
         )  # fmt: skip
         if self.totals is not None:
-            columns = min(_VALUE_COLUMNS, plan.d)
-            _kernels().totals_from_kernel[(plan.d // columns, self.totals.shape[0])](
-                self.totals, plan.query_segments, D=plan.d, SLICE=columns, ROWS=32, num_warps=1
-            )
+            sum_from_each(self.totals, self.totals)
 
     def settle(self, dv: Tensor) -> None:
         """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
@@ -289,7 +290,7 @@ class _RowGradients:
         batch, kv_heads, _, head_dim = call.v.shape
         is_negated, gate = self.do is None, call.gate
         if is_negated and plan.sums != _RUNNING:
-            _negate_rows(call, plan, self.dy)
+            negate_rows(call, self.dy)
         if self.weighted is not None and plan.sums == _TABLE:
             visible_sums.add_seen_by(call, self.weighted, dv)
         if plan.sums == _RUNNING:
@@ -312,30 +313,46 @@ class _RowGradients:
         call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
         dsink, dalpha, dbeta, dgate = (None if x is None else functools.reduce(torch.add, x) for x in self.parts)
-        if dsink is not None:
-            dsink = (dsink.sum((0, 2)) if self.sink.ndim == 1 else dsink).to(self.sink.dtype)
         return (
-            dsink,
+            None if dsink is None else dsink_of(call, dsink),
             None if dalpha is None else dalpha.to(call.alpha.dtype),
             None if dbeta is None else dbeta.to(call.beta.dtype),
             self.dgate if dgate is None else dgate[..., None].to(call.gate.dtype),
         )
 
 
-def scale_rows(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """out = scale * x [B, H, T, D] for fp32 scales [B or 1, 1, T]; torch has no fast kernel for two types."""
+def sum_from_each(totals: Tensor, sums: Tensor) -> None:
+    """sums [kv heads, segments, columns]: of the totals [heads, segments, columns] of all heads of a group, from a
+    segment to the last. Where there are as many heads, it may be the same tensor."""
+    kv_heads, segments, d = sums.shape
+    columns = min(_VALUE_COLUMNS, d)
+    _kernels().totals_from_kernel[(d // columns, kv_heads)](
+        totals, sums, segments, GROUP=totals.shape[0] // kv_heads, D=d, SLICE=columns, ROWS=128, num_warps=4
+    )
+
+
+def dsink_of(call: Call, rows: Tensor) -> Tensor:
+    """The gradient of a sink from its rows [B, H, Tq]."""
+    assert isinstance(call.sink, Tensor)
+    return (rows.sum((0, 2)) if call.sink.ndim == 1 else rows).to(call.sink.dtype)
+
+
+def scale_rows(x: Tensor, scale: Tensor | float, out: Tensor) -> Tensor:
+    """out = scale * x [B, H, T, D]: one scale, or fp32 ones [B or 1, 1, T]; torch has no fast kernel for two types."""
     batch, heads, rows, head_dim = x.shape
     d = padded(head_dim)
     tile = _TILES_WITHOUT_SUMS[d]
-    tiles, scale = cdiv(rows, tile.tokens), scale.contiguous()
+    tiles = cdiv(rows, tile.tokens)
+    row_scale, one_scale = (scale.contiguous(), 1.0) if isinstance(scale, Tensor) else (None, scale)
     _kernels().scale_rows_kernel[(tiles * batch * heads,)](
-        x, scale, out, *strides(x), *strides(out), scale.stride(0) if scale.shape[0] > 1 else 0, heads, rows, tiles,
-        HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
+        x, row_scale, one_scale, out, *strides(x), *strides(out),
+        row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0, heads, rows, tiles,
+        HAS_ROWS=row_scale is not None, HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
     )  # fmt: skip
     return out
 
 
-def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
+def negate_rows(call: Call, dy: Tensor) -> None:
     """Negate in place the rows of dy with a negative factor; a second call restores them."""
     alpha, gate = contiguous_rows(call.alpha), call.gate
     if alpha is None and gate is None:
@@ -344,7 +361,7 @@ def _negate_rows(call: Call, plan: _Plan, dy: Tensor) -> None:
     _kernels().negate_rows_kernel[(cdiv(queries, _ROWS), batch * heads)](
         dy, alpha, gate, *strides(dy), *strides(gate), heads, queries,
         HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-        HEAD_DIM=head_dim, D=plan.d, ROWS=_ROWS, T=16, num_warps=4,
+        HEAD_DIM=head_dim, D=padded(head_dim), ROWS=_ROWS, T=16, num_warps=4,
     )  # fmt: skip
 
 
@@ -425,6 +442,12 @@ def contiguous_rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Rows may be negated in place only where no two elements share memory."""
-    return x.is_contiguous() or (x.stride(-1) == 1 and x.stride() == torch.empty_like(x, device="meta").stride())
+def negatable(call: Call, dy: Tensor) -> Tensor:
+    """dy, or a copy of it where rows may not be negated in place: two elements share memory, or it is an input's."""
+    is_dense = dy.is_contiguous() or (
+        dy.stride(-1) == 1 and dy.stride() == torch.empty_like(dy, device="meta").stride()
+    )
+    inputs = (x for x in (call.q, call.k, call.v, call.sink, call.alpha, call.beta, call.gate) if isinstance(x, Tensor))
+    memory = dy.untyped_storage().data_ptr()
+    is_shared = any(x.untyped_storage().data_ptr() == memory for x in inputs)
+    return dy if is_dense and not is_shared else dy.clone(memory_format=torch.contiguous_format)

@@ -29,14 +29,8 @@ _TILE_COST = 1.5
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or why it would gain nothing; None where it runs."""
-    if (reason := fused.why_not(call)) is not None:
+    if (reason := why_no_kernel(call)) is not None:
         return reason
-    if capability(call.q.device) != (9, 0):
-        return "the forward in one kernel is for GPUs of compute capability 9.0"
-    if call.q.dtype == torch.float32 or call.q.shape[-1] not in STAGES:
-        return f"the forward in one kernel takes 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
-    if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
-        return "the forward in one kernel has a causal mask alone, and as many keys as queries"
     if (call.alpha is None) != (call.beta is None):
         return "the forward in one kernel has alpha only together with beta"
     if call.alpha is None and call.sink is None and call.gate is None:
@@ -44,10 +38,29 @@ def why_not(call: Call) -> str | None:
     gate = _gate_by_channel(call)
     if gate is not None and gate.dtype != call.q.dtype:
         return f"the forward in one kernel takes a gate by channel in the type of q, not {gate.dtype}"
-    for x in (call.q, call.k, call.v, *([] if gate is None else [gate])):
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
-            return "the forward in one kernel reads rows that begin at multiples of 16 bytes"
+    if gate is not None and not can_be_copied(gate):
+        return "the forward in one kernel reads rows of a gate that begin at multiples of 16 bytes"
     return None
+
+
+def why_no_kernel(call: Call) -> str | None:
+    """Why no kernel for Hopper, forward or backward, can serve the call, or None."""
+    if (reason := fused.why_not(call)) is not None:
+        return reason
+    if capability(call.q.device) != (9, 0):
+        return "kernels for Hopper are for GPUs of compute capability 9.0"
+    if call.q.dtype == torch.float32 or call.q.shape[-1] not in STAGES:
+        return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
+    if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
+        return "kernels for Hopper have a causal mask alone, and as many keys as queries"
+    if not all(map(can_be_copied, (call.q, call.k, call.v))):
+        return "kernels for Hopper read rows that begin at multiples of 16 bytes"
+    return None
+
+
+def can_be_copied(x: Tensor) -> bool:
+    """By the copy engine."""
+    return x.stride(-1) == 1 and not x.data_ptr() % 16 and all(n > 0 and not n % 8 for n in x.stride()[:3])
 
 
 def _gate_by_channel(call: Call) -> Tensor | None:
@@ -60,17 +73,27 @@ class Order(NamedTuple):
 
 
 @kept
-def order(batch: int, heads: int, kv_heads: int, blocks: int, programs: int, device: torch.device) -> Order:
-    """Tiles of some heads at a time, the longest first, each to the program that is free first."""
+def order(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    costs: tuple[float, ...],
+    heads_at_once: int,
+    programs: int,
+    device: torch.device,
+) -> Order:
+    """Tiles of some heads at a time, the longest first, each to the program that is free first; a head's tiles have
+    these costs."""
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
-    for first in range(0, len(places), _HEADS):
-        for block in reversed(range(blocks)):
-            for place in places[first : first + _HEADS]:
+    longest_first = sorted(range(len(costs)), key=lambda tile: -costs[tile])
+    for first in range(0, len(places), heads_at_once):
+        for tile in longest_first:
+            for place in places[first : first + heads_at_once]:
                 until, program = busy[0]
-                lists[program].append((*place, block * ROWS))
-                heapq.heapreplace(busy, (until + block + 1 + _TILE_COST, program))
+                lists[program].append((*place, tile * ROWS))
+                heapq.heapreplace(busy, (until + costs[tile], program))
     most = max(map(len, lists)) + 1
     padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
     options: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}  # whatever the default device is
@@ -90,13 +113,14 @@ def forward(call: Call) -> Output:
         sums = fused.new_value_sums(call, plan)
         fused.sum_values(call, plan, sums)
     programs = multiprocessors(q.device)
-    tiles, counts = order(batch, heads, k.shape[1], cdiv(length, ROWS), programs, q.device)
+    costs = tuple(blocks + _TILE_COST for blocks in range(1, cdiv(length, ROWS) + 1))
+    tiles, counts = order(batch, heads, k.shape[1], costs, _HEADS, programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), _gate_by_channel(call)
     half = ROWS // 2
     _kernel()[(programs,)](
-        _descriptor(q, half), _descriptor(k, ROWS), _descriptor(v, ROWS),
-        None if gate is None else _descriptor(gate, half), _descriptor(o, half), _descriptor(y, half),
+        descriptor(q, half), descriptor(k, ROWS), descriptor(v, ROWS),
+        None if gate is None else descriptor(gate, half), descriptor(o, half), descriptor(y, half),
         lse, sink, alpha, beta, call.gate if gate is None else None, sums, before,
         tiles, counts, tiles.shape[1], heads, k.shape[1], length, call.scale * math.log2(math.e), constant,
         *fused.sink_strides(sink), *fused.strides(call.gate), plan.key_segments, plan.blocks, plan.block_segments,
@@ -113,7 +137,8 @@ def _kernel() -> Any:
     return hopper_forward_kernel
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
+def descriptor(x: Tensor, rows: int) -> Any:
+    """For the copy engine: blocks of so many rows."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block = [1, 1, rows, x.shape[-1]]

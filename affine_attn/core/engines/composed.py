@@ -29,10 +29,12 @@ def compose(
     attend_backward: EngineBackward,
     look_on: tuple[str, ...],
     at_once: ModuleType | None = None,
+    backward_at_once: ModuleType | None = None,
 ):
     """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for.
 
-    ``at_once`` has a forward that does all stages, for the calls that its ``why_not`` lets through.
+    ``at_once`` has a forward that does all stages, for the calls that its ``why_not`` lets through, and
+    ``backward_at_once`` a backward likewise. What a forward saves suits either backward.
     """
 
     def forward(call: Call) -> Output:
@@ -48,9 +50,12 @@ def compose(
 
     def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         scaled = row_scaled(call)
-        dq, *rest = _stages(call).gradients(
-            call, dy, output, lambda do, out, lse: attend_backward(scaled, do, out, lse)
-        )
+        if backward_at_once is not None and backward_at_once.why_not(call) is None:
+            dq, *rest = backward_at_once.backward(scaled, dy, output)
+        else:
+            dq, *rest = _stages(call).gradients(
+                call, dy, output, lambda do, out, lse: attend_backward(scaled, do, out, lse)
+            )
         if isinstance(call.logit, LogN):
             _times_row_scale(call, dq, dq)
         return dq, *rest

@@ -1,12 +1,12 @@
 """Engine ``sdpa``: PyTorch's own fused attention, plus the row-wise epilogue, as one differentiable operator.
 
 Which aten operator runs (its *kernel*) depends on the machine: cuDNN or flash on CUDA, flash-for-CPU on the CPU. On
-Hopper a kernel of our own does some forwards whole (core/hopper.py).
+Hopper kernels of our own do some forwards and backwards whole (core/hopper.py, core/hopper_backward.py).
 """
 
 from torch import Tensor
 
-from affine_attn.core import hopper
+from affine_attn.core import hopper, hopper_backward
 from affine_attn.core.call import Call
 from affine_attn.core.engines import stock
 from affine_attn.core.engines.composed import compose, why_not_beta
@@ -31,4 +31,4 @@ def _attend_backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[
     return stock.backward(do, call.q, call.k, call.v, out, lse, call.scale, call.mask.causal, call.mask.window)
 
 
-run = compose("sdpa", _attend, _attend_backward, look_on=("cpu",), at_once=hopper)
+run = compose("sdpa", _attend, _attend_backward, ("cpu",), at_once=hopper, backward_at_once=hopper_backward)

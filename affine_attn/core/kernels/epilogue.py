@@ -102,14 +102,14 @@ def epilogue_kernel(
                 b_outs = b_outs + (tl.load(p_out, mask=m_td, other=0.0),)
                 b_zs = b_zs + (tl.load(p_z + o_row, mask=m_t, other=0.0),)
                 if SINK == LEARNED_SINK:
-                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
+                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t.to(tl.int64) * stride_st
                     b_sinks = b_sinks + (tl.load(p_s, mask=m_t, other=0.0).to(tl.float32),)
                 if HAS_ALPHA:
                     b_alphas = b_alphas + (tl.load(p_alpha + o_row, mask=m_t, other=0.0).to(tl.float32),)
                 if SUMS != NO_SUMS:
                     b_betas = b_betas + (tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32),)
                 if GATE == HEADWISE:
-                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t.to(tl.int64) * stride_gt
                     b_gates = b_gates + (tl.load(p_g, mask=m_t, other=0.0),)
                 if GATE == ELEMENTWISE:
                     p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
@@ -138,17 +138,16 @@ def epilogue_kernel(
                     b_y *= b_alphas[i][:, None]
                 if SUMS != NO_SUMS:
                     b_y += b_betas[i][:, None] * b_u
+                # A row without keys keeps its -inf; a factor of 0 makes the others +inf: no weight in the backward.
+                m_seen = b_lse != float("-inf")
+                if HAS_ALPHA:
+                    b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_alphas[i])), b_lse)
                 if GATE == ELEMENTWISE:
                     b_y *= b_gates[i].to(tl.float32)
-                else:
-                    # A row without keys keeps its -inf; a factor of 0 makes the others +inf: no weight in the backward.
-                    m_seen = b_lse != float("-inf")
-                    if HAS_ALPHA:
-                        b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_alphas[i])), b_lse)
-                    if GATE == HEADWISE:
-                        b_gate = b_gates[i].to(tl.float32)
-                        b_y *= b_gate[:, None]
-                        b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_gate)), b_lse)
+                if GATE == HEADWISE:
+                    b_gate = b_gates[i].to(tl.float32)
+                    b_y *= b_gate[:, None]
+                    b_lse = tl.where(m_seen, b_lse - tl.log(tl.abs(b_gate)), b_lse)
                 tl.store(p_lse + (b * heads + h) * queries + o_t, b_lse, mask=m_t & (part == 0))
                 p_out_y = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt + o_d[None, :]
                 tl.store(p_out_y, b_y.to(p_y.dtype.element_ty), mask=m_td)
@@ -183,10 +182,10 @@ def _sum_before(
 
 @triton.jit
 def scale_rows_kernel(
-    p_x, p_scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb, heads, rows, tiles,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    p_x, p_scale, scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb,
+    heads, rows, tiles, HAS_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """y = scale * x, with a scale for every row that all heads share; y may be x."""
+    """y = scale * x, with one scale, or one for every row (HAS_ROWS) that all heads share; y may be x."""
     # One axis: the others of a grid end at 65535, which decoding may pass.
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -194,9 +193,10 @@ def scale_rows_kernel(
     m_t = o_t < rows
     m_td = m_t[:, None] & (o_d < HEAD_DIM)[None, :]
     o_td = o_t[:, None].to(tl.int64)
-    b_scale = tl.load(p_scale + b * stride_sb + o_t, mask=m_t, other=0.0)
     b_x = tl.load(p_x + b * stride_xb + h * stride_xh + o_td * stride_xt + o_d[None, :], mask=m_td, other=0.0)
-    b_y = b_x.to(tl.float32) * b_scale[:, None]
+    b_y = b_x.to(tl.float32) * scale
+    if HAS_ROWS:
+        b_y = b_x.to(tl.float32) * tl.load(p_scale + b * stride_sb + o_t, mask=m_t, other=0.0)[:, None]
     p_row = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt
     tl.store(p_row + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask=m_td)
 
@@ -219,7 +219,10 @@ def negate_rows_kernel(
     if HAS_ALPHA:
         p_alpha += bh * queries
     o_t = block * ROWS + tl.arange(0, ROWS)
-    if tl.min(_row_factor(p_alpha, p_gate, o_t, o_t * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE), 0) < 0:
+    if (
+        tl.min(_row_factor(p_alpha, p_gate, o_t, o_t.to(tl.int64) * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE), 0)
+        < 0
+    ):
         for start in range(block * ROWS, (block + 1) * ROWS, T):
             _negate_rows(
                 p_dy, p_alpha, p_gate, start, queries, stride_dt, stride_gt, HAS_ALPHA, HAS_GATE, HEAD_DIM, D, T
@@ -243,7 +246,7 @@ def _negate_rows(
 ):  # fmt: skip
     """T rows of one head."""
     o_t, o_d = start + tl.arange(0, T), tl.arange(0, D)
-    b_factor = _row_factor(p_alpha, p_gate, o_t, o_t * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE)
+    b_factor = _row_factor(p_alpha, p_gate, o_t, o_t.to(tl.int64) * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE)
     m_rows = (b_factor < 0)[:, None] & (o_d < HEAD_DIM)[None, :]
     p_rows = p_dy + o_t[:, None].to(tl.int64) * stride_dt + o_d[None, :]
     tl.store(p_rows, -tl.load(p_rows, mask=m_rows, other=0.0), mask=m_rows)
@@ -263,9 +266,11 @@ def epilogue_backward_kernel(
 ):  # fmt: skip
     """Gradients of sink, alpha, beta and gate, and what dv wants: beta * gate * dy summed over the heads of a group.
 
-    Under an elementwise gate also do = alpha * gate * dy, the incoming gradient of the attention. Gradients of numbers
-    per row are sums over columns: each slice writes its part. With running sums p_weighted gets the sum from a row to
-    the end of its segment and p_totals the whole segment's; with a table p_weighted gets every row by itself.
+    The size of the row factor is in lse, its sign in the incoming gradient of the attention: dy comes with rows negated
+    where the factor is negative; under an elementwise gate that gradient is written here, do = sign * gate * dy.
+    Gradients of numbers per row are sums over columns: each slice writes its part. With running sums p_weighted gets
+    the sum from a row to the end of its segment and p_totals the whole segment's; with a table p_weighted gets every
+    row by itself.
     """
     SLICES: tl.constexpr = D // SLICE
     part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
@@ -302,7 +307,7 @@ def epilogue_backward_kernel(
                 p_out = p_o + b * stride_ob + h * stride_oh + o_td * stride_ot + o_d[None, :]
                 b_outs = b_outs + (tl.load(p_out, mask=m_td, other=0.0),)
                 if SINK == LEARNED_SINK:
-                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t * stride_st
+                    p_s = p_sink + b * stride_sb + h * stride_sh + o_t.to(tl.int64) * stride_st
                     b_sinks = b_sinks + (tl.load(p_s, mask=m_t, other=0.0).to(tl.float32),)
                     b_lses = b_lses + (tl.load(p_lse + o_row, mask=m_t, other=0.0),)
                 if HAS_ALPHA:
@@ -312,7 +317,7 @@ def epilogue_backward_kernel(
                 if SUMS != NO_SUMS:
                     b_betas = b_betas + (tl.load(p_beta + o_row, mask=m_t, other=0.0).to(tl.float32),)
                 if GATE == HEADWISE:
-                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t * stride_gt
+                    p_g = p_gate + b * stride_gb + h * stride_gh + o_t.to(tl.int64) * stride_gt
                     b_gates = b_gates + (tl.load(p_g, mask=m_t, other=1.0).to(tl.float32),)
                 elif GATE == ELEMENTWISE:
                     p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
@@ -326,6 +331,8 @@ def epilogue_backward_kernel(
                 o_row = (b * heads + h) * queries + o_t
                 b_dy, b_o = b_dys[i].to(tl.float32), b_outs[i].to(tl.float32)
                 b_alpha = b_alphas[i]
+                b_gate = tl.full([T], 1.0, tl.float32) if GATE == ELEMENTWISE else b_gates[i]
+                b_sign = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
                 if GATE == ELEMENTWISE:
                     b_inner = b_o * b_alpha[:, None]
                     if SUMS != NO_SUMS:
@@ -334,18 +341,13 @@ def epilogue_backward_kernel(
                     tl.store(p_w, (b_dy * b_inner).to(p_dgate.dtype.element_ty), mask=m_td)
                     b_dy *= b_gates[i].to(tl.float32)
                     p_a = p_do + b * stride_ab + h * stride_ah + o_td * stride_at + o_d[None, :]
-                    tl.store(p_a, (b_alpha[:, None] * b_dy).to(p_do.dtype.element_ty), mask=m_td)
-                    b_gate, b_factor = tl.full([T], 1.0, tl.float32), b_alpha
-                else:
-                    # The factor's size is in lse; where it is negative, dy comes negated.
-                    b_gate = b_gates[i]
-                    b_factor = tl.where(b_alpha * b_gate < 0, -1.0, 1.0)
-                    if HAS_ALPHA or GATE == HEADWISE:
-                        b_dy *= b_factor[:, None]
+                    tl.store(p_a, (b_sign[:, None] * b_dy).to(p_do.dtype.element_ty), mask=m_td)
+                elif HAS_ALPHA or GATE == HEADWISE:
+                    b_dy *= b_sign[:, None]
                 b_along = tl.sum(b_dy * b_o, 1)
                 if SINK == LEARNED_SINK:
                     b_p_sink = tl.exp(tl.where(b_lses[i] == b_sinks[i], 0.0, b_sinks[i] - b_lses[i]))
-                    tl.store(p_dsink + part * stride_part + o_row, -b_factor * b_p_sink * b_along, mask=m_t)
+                    tl.store(p_dsink + part * stride_part + o_row, -b_sign * b_p_sink * b_along, mask=m_t)
                 if HAS_ALPHA:
                     tl.store(p_dalpha + part * stride_part + o_row, b_gate * b_along, mask=m_t)
                 b_dgate = b_alpha * b_along
@@ -373,17 +375,22 @@ def epilogue_backward_kernel(
 
 
 @triton.jit
-def totals_from_kernel(p_totals, segments, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr):
-    """Totals of segments become, in place, sums of the totals from a segment to the last."""
-    bh = tl.program_id(1).to(tl.int64)
+def totals_from_kernel(
+    p_totals, p_sums, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """sums[kv, c] = the totals of a group of heads from segment c to the last."""
+    kv = tl.program_id(1).to(tl.int64)
     o_r, o_d = tl.arange(0, ROWS), tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     b_after = tl.zeros([SLICE], tl.float32)
     blocks = tl.cdiv(segments, ROWS)
     for step in range(blocks):
         o_row = (blocks - 1 - step) * ROWS + o_r
-        p_rows = p_totals + (bh * segments + o_row)[:, None] * D + o_d[None, :]
-        b_rows = tl.load(p_rows, mask=(o_row < segments)[:, None], other=0.0)
-        tl.store(p_rows, tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :], mask=(o_row < segments)[:, None])
+        o_rd, m_rd = o_row[:, None] * D + o_d[None, :], (o_row < segments)[:, None] & (o_d < D)[None, :]
+        b_rows = tl.zeros([ROWS, SLICE], tl.float32)
+        for g in range(GROUP):
+            b_rows += tl.load(p_totals + (kv * GROUP + g) * segments * D + o_rd, mask=m_rd, other=0.0)
+        b_sums = tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :]
+        tl.store(p_sums + kv * segments * D + o_rd, b_sums, mask=m_rd)
         b_after += tl.sum(b_rows, 0)
 
 
@@ -418,7 +425,7 @@ def add_seen_by_kernel(
         # All heads of the group at once: a power of two of them.
         o_h = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
         m_ht = (o_h < GROUP) & (o_t < queries)[None, :]
-        o_alpha, o_gate = o_h * queries + o_t[None, :], o_h * stride_gh + o_t[None, :] * stride_gt
+        o_alpha, o_gate = o_h * queries + o_t[None, :], o_h * stride_gh + o_t[None, :].to(tl.int64) * stride_gt
         b_factor = _row_factor(p_alpha, p_gate, o_alpha, o_gate, m_ht, HAS_ALPHA, HAS_GATE)
         has_negative = tl.min(tl.min(b_factor, 1), 0) < 0
     b_sum = b_dv.to(tl.float32) + (b_weighted.to(tl.float32) + b_after[None, :])

@@ -249,7 +249,7 @@ def _attend(
             b_top = b_new
         b_factor = gl.convert_layout(b_kept / b_total, O_ROWS)
         b_lse = b_top + gl.log2(b_total) * LN2
-        if HAS_ALPHA and GATE != ELEMENTWISE:  # goes into what the stock backward takes for its weights
+        if HAS_ALPHA:  # goes into what the backward takes for its weights
             b_lse -= gl.log(gl.abs(gl.convert_layout(b_alpha, S_ROWS)))
         gl.store(p_lse + first + o_row, b_lse, mask=row0 + o_row < T)
         if AFFINE:

@@ -1,0 +1,150 @@
+"""Launches the backward of our own for Hopper: numbers per row, then attention's gradients with what beta adds to dv.
+
+It takes what :func:`fused.finish` or :func:`hopper.forward` has saved. dq is added up by programs in no fixed order, as
+in stock kernels: two runs may differ in its last bits. Timed beside the stock kernel by benchmarks/hopper_backward.py.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from affine_attn.core import fused, hopper
+from affine_attn.core.call import Call
+from affine_attn.core.gpu import cdiv, multiprocessors, must_be_deterministic
+from affine_attn.core.ops import Gradients, Output
+
+# By head_dim: slots for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq comes a
+# block late, for which registers must have room.
+STAGES, TILES, LATE = {64: 3, 128: 2}, {64: 2, 128: 1}, {64: True, 128: False}
+# Queries at a time, and keys of a group of warps: as in the kernel, tested.
+QUERIES, HALF = 64, 64
+# kv heads at a time: what their programs read and add to must stay in the cache, or memory moves several times as much.
+_KV_HEADS = 8
+# What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
+_TILE_COST = 2.0
+# Of row_gradients_kernel: tokens of a step, as in the kernel, tested; steps of a program by head_dim.
+STEP, STEPS = 16, {64: 2, 128: 1}
+
+
+def why_not(call: Call) -> str | None:
+    """Why this kernel cannot serve the call, or None."""
+    if must_be_deterministic():
+        return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
+    return hopper.why_no_kernel(call)
+
+
+def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
+    """All gradients; see :func:`why_not`."""
+    dy = fused.negatable(call, dy)
+    dy = dy if hopper.can_be_copied(dy) else dy.clone(memory_format=torch.contiguous_format)
+    rows, sums = RowGradients(call, dy, output), new_sums(call)
+    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+    rows.launch()
+    try:
+        launch(call, output.saved_lse, rows, sums, dk, dv)
+    finally:
+        if rows.do is dy:  # of which rows are negated, and which is the caller's
+            fused.negate_rows(call, dy)
+    return rounded(call, sums), dk, dv, *rows.results()
+
+
+class RowGradients:
+    """Gradients of sink, alpha, beta and gate, and what the attention's backward wants: see row_gradients_kernel."""
+
+    def __init__(self, call: Call, dy: Tensor, output: Output):
+        self.call, self.dy, self.output = call, dy, output
+        batch, heads, queries, head_dim = call.q.shape
+        self.tokens = STEP * STEPS[head_dim]
+        self.tiles = cdiv(queries, self.tokens)
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=dy.device)
+
+        def like(x: Tensor | None) -> Tensor | None:
+            """Of a gradient, contiguous."""
+            return None if x is None else new(*x.shape, dtype=x.dtype)
+
+        self.sink = call.sink if isinstance(call.sink, Tensor) else None
+        self.dsink = None if self.sink is None else new(batch, heads, queries)
+        self.dalpha, self.dbeta, self.dgate, self.do = like(call.alpha), like(call.beta), like(call.gate), dy
+        if call.gate is not None and fused.gate_kind(call.gate) == fused.ELEMENTWISE:
+            self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
+        self.delta = new(batch, heads, queries)
+        has_beta = call.beta is not None
+        self.shift = new(batch, heads, queries) if has_beta else None
+        # Of tiles by head, and from a tile on by group of heads.
+        self.totals = new(batch * heads, self.tiles, head_dim) if has_beta else None
+        self.after = new(batch * call.k.shape[1], self.tiles, head_dim) if has_beta else None
+
+    def launch(self) -> None:
+        """Rows of dy with a negative factor are negated, unless there is a do besides."""
+        call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
+        o = self.output.saved_out if self.output.saved_out.numel() else self.output.y
+        _row_kernel()[(self.tiles * batch * heads,)](
+            self.dy, o, self.output.saved_lse, call.v, self.output.saved_sums,
+            self.sink, fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), call.gate,
+            self.dsink, self.dalpha, self.dbeta, self.dgate, self.do, self.delta, self.shift, self.totals,
+            *fused.strides(self.dy), *fused.strides(o), *fused.strides(call.v), *fused.strides(call.gate),
+            *fused.strides(self.dgate), *fused.strides(self.do), *fused.sink_strides(self.sink),
+            heads, queries, self.tiles,
+            SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=call.beta is not None,
+            GATE=fused.gate_kind(call.gate), GROUP=heads // call.k.shape[1], D=head_dim,
+            STEPS=STEPS[head_dim],
+            SAVED=fused.plan_of(call).tile.tokens, num_warps=1, maxnreg=row_registers(call.gate),
+        )  # fmt: skip
+        if self.totals is not None and self.after is not None:
+            fused.sum_from_each(self.totals, self.after)
+
+    def results(self) -> Gradients:
+        dsink = None if self.dsink is None else fused.dsink_of(self.call, self.dsink)
+        return dsink, self.dalpha, self.dbeta, self.dgate
+
+
+def row_registers(gate: Tensor | None) -> int | None:
+    """Of a thread of row_gradients_kernel: told a number, the compiler takes more of them than by itself, for what it
+    then asks for at the same time. With an elementwise gate it takes as many anyway."""
+    return None if fused.gate_kind(gate) == fused.ELEMENTWISE else 168
+
+
+def new_sums(call: Call) -> Tensor:
+    """For dq, to add to."""
+    batch, heads, length, head_dim = call.q.shape
+    shape = (batch, heads, cdiv(length, QUERIES) * QUERIES, head_dim)
+    return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
+
+
+def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Writes dk and dv, adds dq without its scale to the sums."""
+    batch, heads, length, head_dim = call.q.shape
+    kv_heads, programs = call.k.shape[1], multiprocessors(call.q.device)
+    group, blocks = heads // kv_heads, cdiv(length, QUERIES)
+    costs = tuple(group * (blocks - first) + _TILE_COST for first in range(0, blocks, hopper.ROWS // QUERIES))
+    tiles, counts = hopper.order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, call.q.device)
+    _kernel()[(programs,)](
+        hopper.descriptor(call.q, QUERIES), hopper.descriptor(call.k, hopper.ROWS),
+        hopper.descriptor(call.v, hopper.ROWS), hopper.descriptor(rows.do, QUERIES), hopper.descriptor(dk, HALF),
+        hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.after, sums, tiles, counts, tiles.shape[1],
+        kv_heads, length, rows.tiles, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
+        GROUP=group, D=head_dim, STAGES=STAGES[head_dim], TILES=TILES[head_dim], HAS_BETA=rows.shift is not None,
+        LATE=LATE[head_dim], SEGMENT=rows.tokens, num_warps=4,
+    )  # fmt: skip
+
+
+def rounded(call: Call, sums: Tensor) -> Tensor:
+    """dq."""
+    return fused.scale_rows(sums[:, :, : call.tq], call.scale, torch.empty_like(call.q))
+
+
+def _kernel() -> Any:
+    """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
+    from affine_attn.core.kernels.hopper_backward import hopper_backward_kernel
+
+    return hopper_backward_kernel
+
+
+def _row_kernel() -> Any:
+    from affine_attn.core.kernels.hopper_rows import row_gradients_kernel
+
+    return row_gradients_kernel
