@@ -200,6 +200,13 @@ def test_deterministic_algorithms_leave_it_alone(monkeypatch):
     assert "in no fixed order" in str(hopper_backward.why_not(call))
 
 
+def test_long_sequences_are_left_to_the_stock_kernel(monkeypatch):
+    monkeypatch.setattr(hopper_backward.hopper, "why_no_kernel", lambda _: None)
+    for length in (hopper_backward.LONGEST, hopper_backward.LONGEST + 1):
+        q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device="meta")
+        assert (hopper_backward.why_not(checked_call(q, q, q)) is None) == (length == hopper_backward.LONGEST)
+
+
 @pytest.mark.gpu
 @on_hopper
 def test_deterministic_algorithms_on_a_gpu():
