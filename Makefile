@@ -25,11 +25,12 @@ test-gpu: .venv/.installed
 # not know by what cuDNN's kernels wait for each other, nor how Triton hands the parts of a Gluon kernel to its warps, and
 # reports both. FlexAttention's kernels are torch's own.
 SANITIZED = (T65x65-D80-everything or T300x900-D128-causal-bfloat16 or T300x900-D128-documents_interleaved-bfloat16 or \
-	T1100x1100-D64-causal-bfloat16 or (decode and everything and bfloat16) or statistics) and not flex
+	T1100x1100-D64-causal-bfloat16 or (decode and everything and bfloat16) or statistics or T129x129-D128-torch.bfloat16) \
+	and not flex
 test-sanitizer: .venv/.installed
-	for tool in memcheck "racecheck --kernel-name-exclude kernel_substring=cudnn --kernel-name-exclude kernel_substring=hopper_forward"; do \
+	for tool in memcheck "racecheck --kernel-name-exclude kernel_substring=cudnn --kernel-name-exclude kernel_substring=hopper_"; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
-			$(BIN)/python -m pytest -m gpu tests/test_engines.py -k "$(SANITIZED)" || exit; \
+			$(BIN)/python -m pytest -m gpu tests/test_engines.py tests/test_hopper_backward.py -k "$(SANITIZED)" || exit; \
 	done
 
 # The faults of `make test` and those that take longer.

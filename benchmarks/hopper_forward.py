@@ -7,7 +7,8 @@ that differs from the second's by more than 16 bits explain is not timed.
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -49,37 +50,41 @@ def wrong(call: Call) -> str | None:
     return None
 
 
-def rows(shape: Shape, variant: str, rounds: int) -> Iterator[str]:
-    device = torch.device("cuda")
-    call = checked_call(**random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device))
-    label = f"{shape.batch:4} x {shape.tq:5}, heads {shape.heads}/{shape.kv_heads}, {shape.head_dim} {variant:10}"
+def functions(call: Call) -> dict[str, Callable[[], object]]:
+    """What is timed, the first as the one that ratios refer to; an error that says why not."""
     if (reason := hopper.why_not(call) or wrong(call)) is not None:
-        yield f"{label} not timed: {reason}"
-        return
-    functions: dict[str, Callable[[], object]] = {
+        raise ValueError(reason)
+    return {
         "cuDNN, plain": functools.partial(plain, call),
         "cuDNN, epilogue": functools.partial(with_epilogue, call),
         "one kernel": functools.partial(hopper.forward, call),
     }
-    for name, timing in side_by_side(functions, "cuDNN, plain", device, rounds, round_ms=5.0).items():
-        yield f"{label} {name:16} {timing.p50:8.4f} ms {timing.ratio:8.4f} of plain"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", default=["sink", "affine"], choices=VARIANTS)
+def command(
+    functions: Callable[[Call], dict[str, Callable[[], object]]], description: str, variants: list[str]
+) -> None:
+    """Times the functions of a call at all shapes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="*", default=variants, choices=VARIANTS)
     parser.add_argument("--lengths", nargs="*", type=int, default=list(BATCHES), choices=BATCHES)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("this kernel is for GPUs of compute capability 9.0: H100, H200, GH200")
-    for heads, kv_heads, head_dim in HEADS:
-        for length in options.lengths:
-            shape = Shape(BATCHES[length], heads, kv_heads, length, length, head_dim)
-            for variant in options.variants:
-                for line in rows(shape, variant, options.rounds):
-                    print(line, flush=True)
+    device = torch.device("cuda")
+    for (heads, kv_heads, head_dim), length, variant in product(HEADS, options.lengths, options.variants):
+        shape = Shape(BATCHES[length], heads, kv_heads, length, length, head_dim)
+        label = f"{shape.batch:4} x {length:5}, heads {heads}/{kv_heads}, {head_dim} {variant:12}"
+        call = checked_call(**random_inputs(VARIANTS[variant].spec, shape, torch.bfloat16, device))
+        try:
+            timed = functions(call)
+        except ValueError as reason:
+            print(f"{label} not timed: {reason}", flush=True)
+            continue
+        for name, timing in side_by_side(timed, next(iter(timed)), device, options.rounds, round_ms=5.0).items():
+            print(f"{label} {name:16} {timing.p50:8.4f} ms {timing.ratio:8.4f} of plain", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    command(functions, __doc__, ["sink", "affine"])

@@ -29,6 +29,14 @@ SHAPES = [
 ]
 
 
+MEASURED = hopper_backward.LENGTHS
+
+
+@pytest.fixture(autouse=True)
+def _any_length(monkeypatch):
+    monkeypatch.setattr(hopper_backward, "LENGTHS", range(1, 1 << 20))
+
+
 def test_the_kernel_on_the_cpu():
     rerun_in_interpreter(__file__)
 
@@ -200,11 +208,14 @@ def test_deterministic_algorithms_leave_it_alone(monkeypatch):
     assert "in no fixed order" in str(hopper_backward.why_not(call))
 
 
-def test_long_sequences_are_left_to_the_stock_kernel(monkeypatch):
+def test_other_lengths_are_left_to_the_stock_kernel(monkeypatch):
     monkeypatch.setattr(hopper_backward.hopper, "why_no_kernel", lambda _: None)
-    for length in (hopper_backward.LONGEST, hopper_backward.LONGEST + 1):
+    monkeypatch.setattr(hopper_backward, "LENGTHS", MEASURED)
+    taken = []
+    for length in (1, 2047, 2048, 8192, 8193):
         q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device="meta")
-        assert (hopper_backward.why_not(checked_call(q, q, q)) is None) == (length == hopper_backward.LONGEST)
+        taken += [length] if hopper_backward.why_not(checked_call(q, q, q)) is None else []
+    assert taken == [2048, 8192]
 
 
 @pytest.mark.gpu
@@ -230,9 +241,8 @@ ON_GPU = [
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ON_GPU, ids=str)
-@pytest.mark.parametrize("name", ["softmax", "alpha alone", "logn+affine", "affine", "affine_gated"])
+@pytest.mark.parametrize("name", ALL_SPECS)
 def test_gradients_on_a_gpu(name, shape, dtype):
-    """Those of specs that the forward in one kernel takes are tested with it, too."""
     for largest_logit in (None, 300.0):
         inputs = random_inputs(ALL_SPECS[name], shape, dtype, "cuda", largest_logit=largest_logit)
         inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}

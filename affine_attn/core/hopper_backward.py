@@ -22,8 +22,9 @@ STAGES, TILES, LATE = {64: 3, 128: 2}, {64: 2, 128: 1}, {64: True, 128: False}
 QUERIES, HALF = 64, 64
 # kv heads at a time: what their programs read and add to must stay in the cache, or memory moves several times as much.
 _KV_HEADS = 8
-# Timed up to here. At 32768 tokens memory moves dq of each query many times, and it is 4 to 8 % slower than cuDNN's.
-LONGEST = 8192
+# Tokens for which it was timed and found faster than cuDNN's. At 32768 memory moves dq many times, and it is 4 to 8 %
+# slower; in short sequences it has more to launch.
+LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
 # Of row_gradients_kernel: tokens of a step, as in the kernel, tested; steps of a program by head_dim.
@@ -34,8 +35,8 @@ def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or would be slower than the stock one; None where it runs."""
     if must_be_deterministic():
         return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
-    if (reason := hopper.why_no_kernel(call)) is None and call.tq > LONGEST:
-        return f"beyond {LONGEST} tokens the stock backward is faster than the one for Hopper"
+    if (reason := hopper.why_no_kernel(call)) is None and call.tq not in LENGTHS:
+        return f"the backward for Hopper is for {LENGTHS[0]} to {LENGTHS[-1]} tokens, where it is faster than cuDNN's"
     return reason
 
 
