@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -54,14 +55,21 @@ def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], obje
     }
 
 
+def at_a_time(kv_heads: int, call: Call, dy: Tensor, output: Output) -> Callable[[], object]:
+    """Fewer leave less to keep in the cache, which long sequences run out of (LOG.md)."""
+    fewer = mock.patch.object(hopper_backward, "_KV_HEADS", kv_heads)
+    return fewer(functools.partial(hopper_backward.backward, call, dy, output))
+
+
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     output, (o, lse), dy = with_epilogue(call), plain(call), torch.randn_like(call.q)
     if (reason := hopper.why_no_kernel(call) or wrong(call, dy, output)) is not None:
         raise ValueError(reason)
     return {
-        "cuDNN, plain": functools.partial(plain_backward, call, dy, o, lse.contiguous()),
+        "cuDNN, plain": functools.partial(plain_backward, call, dy, o, lse),
         "cuDNN, stages": functools.partial(in_stages, call, dy, output),
         "ours": functools.partial(hopper_backward.backward, call, dy, output),
+        **{f"ours, {n} kv heads at a time": at_a_time(n, call, dy, output) for n in (1, 2, 4)},
         **parts(call, dy, output),
     }
 

@@ -31,7 +31,8 @@ BATCHES = {256: 128, 512: 64, 1024: 32, 2048: 16, 8192: 4, 32768: 1, 4096: 1}
 
 
 def plain(call: Call) -> tuple[Tensor, Tensor]:
-    return stock.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
+    o, z = stock.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
+    return o, z.contiguous()
 
 
 def with_epilogue(call: Call) -> Output:
@@ -83,7 +84,7 @@ def command(
             print(f"{label} not timed: {reason}", flush=True)
             continue
         for name, timing in side_by_side(timed, next(iter(timed)), device, options.rounds, round_ms=5.0).items():
-            print(f"{label} {name:16} {timing.p50:8.4f} ms {timing.ratio:8.4f} of plain", flush=True)
+            print(f"{label} {name:27} {timing.p50:8.4f} ms {timing.ratio:8.4f} of plain", flush=True)
 
 
 if __name__ == "__main__":
