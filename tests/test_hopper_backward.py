@@ -113,6 +113,21 @@ def test_types_and_strides_of_stages(simulate):  # noqa: F811
     assert not [d for d in deviations("sdpa", headwise) if not d.within]
 
 
+@interpreted
+def test_what_is_timed_beside_cudnn_runs_and_is_checked(simulate, monkeypatch):  # noqa: F811
+    from benchmarks import hopper_backward as of_backward
+    from benchmarks import hopper_forward as of_forward
+
+    simulate(seed=0)
+    call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 1, 70, 70, 64), torch.float16))
+    for timed in (of_forward.functions(call), of_backward.functions(call)):
+        for function in timed.values():
+            function()
+    monkeypatch.setattr(hopper_backward, "rounded", lambda call, sums: torch.zeros_like(call.q))
+    with pytest.raises(ValueError, match="dq differs by 1"):
+        of_backward.functions(call)
+
+
 def given(shape: Shape, dtype: torch.dtype) -> tuple[Call, torch.Tensor, Output]:
     call = checked_call(**random_inputs(SPECS["affine"], shape, dtype))
     call = replace(call, alpha=call.alpha.clamp(min=0.01))
