@@ -277,6 +277,8 @@ class _Multiprocessor:
         self.program, self.chance = program, chance
         self.turn, self.loads, self.parts = threading.Semaphore(0), [], []
         self.running: Any = SimpleNamespace(unfenced=[], pause=lambda _: None)
+        # Copies that threads have asked for, by group; the last one is not committed yet. For kernels without parts.
+        self.groups: list[list[tuple[Shared, Pointer, Any]]] = [[]]
 
     def step(self, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Others may run now, and must until `is_ready`."""
@@ -456,6 +458,19 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         device.step()
         device.running.stores.append(_Store(_overlap(descriptor, corner), memory))
 
+    def copy_by_threads(memory: Shared, pointer: Pointer, mask: Any) -> None:
+        device.step()
+        memory.state.fill_(_ARRIVING)
+        device.groups[-1].append((memory, pointer, mask))
+
+    def wait_group(left: int) -> None:
+        device.step()
+        while len(device.groups) - 1 > left:
+            for memory, pointer, mask in device.groups.pop(0):
+                # What the mask leaves out holds anything.
+                memory.values.copy_(pointer.load(mask, float("nan")))
+                memory.state.fill_(_READY)
+
     def store_wait(left: int) -> None:
         device.step()
         _end_all_but(left, device.running.stores)
@@ -512,8 +527,13 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
     copies = SimpleNamespace(
         async_copy_global_to_shared=copy_to_shared, async_copy_shared_to_global=copy_to_global, store_wait=store_wait
     )
+    by_threads = SimpleNamespace(
+        async_copy_global_to_shared=copy_by_threads,
+        commit_group=lambda: device.groups.append([]),
+        wait_group=wait_group,
+    )
     return {
-        "gl": gl, "mbarrier": barriers, "tma": copies, "fence_async_shared": fence,
+        "gl": gl, "mbarrier": barriers, "tma": copies, "async_copy": by_threads, "fence_async_shared": fence,
         "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "mma_v2": lambda a, b, acc: a.float() @ b.float() + acc,
     }  # fmt: skip
 

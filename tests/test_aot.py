@@ -31,6 +31,7 @@ from affine_attn.core.kernels import (  # noqa: E402
 )
 from affine_attn.core.kernels import hopper_backward as hopper_backward_kernels  # noqa: E402
 from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
+from benchmarks import rows_ahead, rows_ahead_kernel  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")
@@ -336,6 +337,18 @@ def test_row_gradients_load_widely_and_hardly_spill(sink, has_alpha, has_beta, g
     # dy, o, values and gates: all that it loads besides is numbers per row, sums, and dy again where rows are negated.
     loads = re.findall(r"LDG\.E\.128", _tool("--dump-sass", tmp_path / "kernel.cubin"))
     assert len(loads) >= steps * (head_dim // 16) * (2 + has_beta + (gate == 2))
+
+
+@pytest.mark.parametrize("head_dim", rows_ahead.STAGES)
+def test_rows_ahead_fit_as_many_programs_as_are_launched(head_dim, tmp_path):
+    """An experiment so far."""
+    constants = {"GROUP": 3, "D": head_dim, "SAVED": 8, "STAGES": rows_ahead.STAGES[head_dim]}
+    types = dict.fromkeys(("p_dy", "p_o", "p_v"), "*bf16")
+    compiled = _compile_gluon(rows_ahead_kernel.rows_ahead_kernel, types, constants, {"num_warps": 1}, aligned=True)
+    # A program takes one KiB besides.
+    assert rows_ahead.PROGRAMS[head_dim] * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
+    assert _stack(compiled, tmp_path) == 0
+    assert "LDGSTS.E.BYPASS.128" in _tool("--dump-sass", tmp_path / "kernel.cubin")
 
 
 def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
