@@ -52,19 +52,14 @@ def kernel() -> Any:
     return rows_ahead_kernel
 
 
-def launch_alone(rows: hopper_backward.RowGradients) -> None:
-    """Without the sums over tiles that follow."""
-    rows.after = None
-    rows.launch()
-
-
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     if call.alpha is None or call.beta is None or call.sink is not None or call.gate is not None:
         raise ValueError("it has alpha and beta alone")
     output, dy = with_epilogue(call), torch.randn_like(call.q)
     in_use, ahead = hopper_backward.RowGradients(call, dy, output), RowsAhead(call, dy, output)
+    in_use.after = None  # the sums over tiles that follow are left out
     for rows in (in_use, ahead):
-        launch_alone(rows)
+        rows.launch()
     by_tile = ahead.totals.view(*in_use.totals.shape[:2], -1, call.q.shape[-1]).sum(2)
     found = (ahead.dalpha, ahead.dbeta, ahead.delta, ahead.shift, by_tile)
     right = (in_use.dalpha, in_use.dbeta, in_use.delta, in_use.shift, in_use.totals)
@@ -75,8 +70,8 @@ def functions(call: Call) -> dict[str, Callable[[], object]]:
     source = torch.empty(bytes_read // 2, dtype=torch.uint8, device=dy.device)
     return {
         "a copy": functools.partial(torch.empty_like(source).copy_, source),
-        "in use": functools.partial(launch_alone, in_use),
-        "ahead": functools.partial(launch_alone, ahead),
+        "in use": in_use.launch,
+        "ahead": ahead.launch,
     }
 
 

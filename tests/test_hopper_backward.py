@@ -1,12 +1,11 @@
-"""The backward for Hopper: simulated on the CPU, where the kernels of Triton run in its interpreter. What it gives on a
-GPU is tested with the forward."""
+"""The backward for Hopper: simulated on the CPU, where the kernels of Triton run in its interpreter, and on a GPU."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from affine_attn import attention
+from affine_attn import Mask, attention, explain
 from affine_attn.core import hopper, hopper_backward
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Call, checked_call
@@ -54,13 +53,26 @@ def test_gradients(name, shape, simulate):  # noqa: F811
 
 
 @interpreted
+def test_explain_names_it(simulate):  # noqa: F811
+    simulate(seed=0)
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 40, 40, 64), torch.float16)
+    assert "with that epilogue; a backward of our own)" in explain(**inputs, impl="sdpa")
+    assert "fused kernels after it)" in explain(**inputs, mask=Mask(causal=False), impl="sdpa")
+
+
+def with_negative_rows(shape: Shape) -> tuple[Call, Output]:
+    call = checked_call(**random_inputs(SPECS["affine"], shape, torch.float16))
+    call = replace(call, alpha=call.alpha - 0.5)
+    return call, hopper.forward(call)
+
+
+@interpreted
 def test_any_gradient_of_y(simulate):  # noqa: F811
     """One that lies otherwise in memory, or not at a multiple of 16 bytes, and one number for all. It is left as it
     was."""
     simulate(seed=0)
-    call = checked_call(**random_inputs(SPECS["affine"], Shape(2, 2, 1, 140, 140, 64), torch.float16))
-    call = replace(call, alpha=call.alpha - 0.5)
-    output, dy = hopper.forward(call), torch.randn_like(call.q)
+    call, output = with_negative_rows(Shape(2, 2, 1, 140, 140, 64))
+    dy = torch.randn_like(call.q)
     shifted = torch.empty(dy.numel() + 1, dtype=dy.dtype)[1:].view(dy.shape).copy_(dy)
     tokens_first = dy.transpose(1, 2).contiguous().transpose(1, 2)
     expected = hopper_backward.backward(call, dy.clone(), output)
@@ -76,9 +88,8 @@ def test_any_gradient_of_y(simulate):  # noqa: F811
 def test_a_gradient_of_y_that_is_an_input(name, simulate):  # noqa: F811
     """In it no row may be negated."""
     simulate(seed=0)
-    call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 2, 140, 140, 64), torch.float16))
-    call = replace(call, alpha=call.alpha - 0.5)
-    output, dy = hopper.forward(call), getattr(call, name)
+    call, output = with_negative_rows(Shape(1, 2, 2, 140, 140, 64))
+    dy = getattr(call, name)
     expected = hopper_backward.backward(call, dy.clone(), output)
     assert same(hopper_backward.backward(call, dy, output), expected)
 
@@ -86,9 +97,8 @@ def test_a_gradient_of_y_that_is_an_input(name, simulate):  # noqa: F811
 @interpreted
 def test_a_failed_launch_leaves_the_gradient_of_y_as_it_was(simulate, monkeypatch):  # noqa: F811
     simulate(seed=0)
-    call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 2, 40, 40, 64), torch.float16))
-    call = replace(call, alpha=call.alpha - 0.5)
-    output, dy = hopper.forward(call), torch.randn_like(call.q)
+    call, output = with_negative_rows(Shape(1, 2, 2, 40, 40, 64))
+    dy = torch.randn_like(call.q)
     before = dy.clone()
 
     def fails(*_):

@@ -22,8 +22,7 @@ STAGES, TILES, LATE = {64: 3, 128: 2}, {64: 2, 128: 1}, {64: True, 128: False}
 QUERIES, HALF = 64, 64
 # kv heads at a time: what their programs read and add to must stay in the cache, or memory moves several times as much.
 _KV_HEADS = 8
-# Tokens for which it was timed and found faster than cuDNN's. At 32768 memory moves dq many times, and it is 4 to 8 %
-# slower; in short sequences it has more to launch.
+# Tokens for which it was timed and found faster than cuDNN's. At 32768 it is slower (LOG.md), below it was not timed.
 LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
@@ -95,8 +94,7 @@ class RowGradients:
             *fused.strides(self.dgate), *fused.strides(self.do), *fused.sink_strides(self.sink),
             heads, queries, self.tiles,
             SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=call.beta is not None,
-            GATE=fused.gate_kind(call.gate), GROUP=heads // call.k.shape[1], D=head_dim,
-            STEPS=STEPS[head_dim],
+            GATE=fused.gate_kind(call.gate), GROUP=heads // call.k.shape[1], D=head_dim, STEPS=STEPS[head_dim],
             SAVED=fused.plan_of(call).tile.tokens, num_warps=1, maxnreg=row_registers(call.gate),
         )  # fmt: skip
         if self.totals is not None and self.after is not None:

@@ -185,7 +185,7 @@ def scale_rows_kernel(
     p_x, p_scale, scale, p_y, stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, stride_sb,
     heads, rows, tiles, HAS_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """y = scale * x, with one scale, or one for every row (HAS_ROWS) that all heads share; y may be x."""
+    """y = scale * x, with HAS_ROWS also times a number for every row that all heads share; y may be x."""
     # One axis: the others of a grid end at 65535, which decoding may pass.
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -196,7 +196,7 @@ def scale_rows_kernel(
     b_x = tl.load(p_x + b * stride_xb + h * stride_xh + o_td * stride_xt + o_d[None, :], mask=m_td, other=0.0)
     b_y = b_x.to(tl.float32) * scale
     if HAS_ROWS:
-        b_y = b_x.to(tl.float32) * tl.load(p_scale + b * stride_sb + o_t, mask=m_t, other=0.0)[:, None]
+        b_y *= tl.load(p_scale + b * stride_sb + o_t, mask=m_t, other=0.0)[:, None]
     p_row = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt
     tl.store(p_row + o_d[None, :], b_y.to(p_y.dtype.element_ty), mask=m_td)
 
@@ -219,10 +219,8 @@ def negate_rows_kernel(
     if HAS_ALPHA:
         p_alpha += bh * queries
     o_t = block * ROWS + tl.arange(0, ROWS)
-    if (
-        tl.min(_row_factor(p_alpha, p_gate, o_t, o_t.to(tl.int64) * stride_gt, o_t < queries, HAS_ALPHA, HAS_GATE), 0)
-        < 0
-    ):
+    o_gate = o_t.to(tl.int64) * stride_gt
+    if tl.min(_row_factor(p_alpha, p_gate, o_t, o_gate, o_t < queries, HAS_ALPHA, HAS_GATE), 0) < 0:
         for start in range(block * ROWS, (block + 1) * ROWS, T):
             _negate_rows(
                 p_dy, p_alpha, p_gate, start, queries, stride_dt, stride_gt, HAS_ALPHA, HAS_GATE, HEAD_DIM, D, T
