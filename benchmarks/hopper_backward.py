@@ -46,10 +46,10 @@ def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], obje
     """What the backward of our own launches, one by one."""
     rows = hopper_backward.RowGradients(call, dy, output)
     rows.launch()
-    sums, dk, dv = hopper_backward.new_sums(call), torch.empty_like(call.k), torch.empty_like(call.v)
+    sums, dk, dv = hopper_backward.new_sums(call, rows), torch.empty_like(call.k), torch.empty_like(call.v)
     return {
         "ours: rows": rows.launch,
-        "ours: dq = 0": functools.partial(hopper_backward.new_sums, call),
+        "ours: dq = 0, sums": functools.partial(hopper_backward.new_sums, call, rows),
         "ours: attention": functools.partial(hopper_backward.launch, call, output.saved_lse, rows, sums, dk, dv),
         "ours: dq rounded": functools.partial(hopper_backward.rounded, call, sums),
     }

@@ -197,6 +197,20 @@ class _Load:
         self.barrier.bring(self.memory.values.numel() * self.memory.values.element_size())
 
 
+class _CopyByThreads:
+    """Copies that the threads of a warp have asked for; each of them arrives at a barrier when its own are done."""
+
+    def __init__(self, copies: list[tuple[Shared, Pointer, Any]], barrier: "Barrier"):
+        self.copies, self.barrier = copies, barrier
+
+    def arrive(self) -> None:
+        for memory, pointer, mask in self.copies:
+            # What the mask leaves out holds anything.
+            memory.values.copy_(pointer.load(mask, float("nan")))
+            memory.state.fill_(_READY)
+        self.barrier.arrive(32)
+
+
 class Barrier:
     """Ends a phase when so many have arrived and all bytes are there."""
 
@@ -237,6 +251,8 @@ class _Part:
         self.unfenced: list[Tensor] = []
         self.products: list[_Product] = []
         self.stores: list[_Store] = []
+        # Copies that its threads have asked for, and of which no barrier has been told.
+        self.copies: list[tuple[Shared, Pointer, Any]] = []
         self.seen: tuple[Tensor, Tensor] | None = None
         self.error: BaseException | None = None
         self.is_done, self.is_given_up = False, False
@@ -251,7 +267,7 @@ class _Part:
             if not self.is_given_up:
                 with torch.no_grad():  # a setting of threads
                     self.function(*self.arguments)
-                if self.products or self.stores:
+                if self.products or self.stores or self.copies:
                     raise Fault("a part ends with products or copies that it has not waited for")
         except BaseException as error:
             self.error = error
@@ -277,8 +293,6 @@ class _Multiprocessor:
         self.program, self.chance = program, chance
         self.turn, self.loads, self.parts = threading.Semaphore(0), [], []
         self.running: Any = SimpleNamespace(unfenced=[], pause=lambda _: None)
-        # Copies that threads have asked for, by group; the last one is not committed yet. For kernels without parts.
-        self.groups: list[list[tuple[Shared, Pointer, Any]]] = [[]]
 
     def step(self, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Others may run now, and must until `is_ready`."""
@@ -300,7 +314,7 @@ class _Multiprocessor:
         return ready | dict.fromkeys(self.loads, self.speed_of_copies)
 
     def do(self, chosen: Any) -> None:
-        if isinstance(chosen, _Load):
+        if isinstance(chosen, _Load | _CopyByThreads):
             self.loads.remove(chosen)
             chosen.arrive()
             return
@@ -350,7 +364,9 @@ class Simulated:
             function.decorator_list = []
         code = compile(tree, str(self.module.__file__), "exec")
 
-        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **constants: Any
+        ) -> None:
             passed = [_as_in_kernels(x) for x in arguments]
             devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
             for device in devices:
@@ -458,18 +474,16 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         device.step()
         device.running.stores.append(_Store(_overlap(descriptor, corner), memory))
 
-    def copy_by_threads(memory: Shared, pointer: Pointer, mask: Any) -> None:
+    def copy_by_threads(memory: Shared, pointer: Pointer, mask: Any = None) -> None:
         device.step()
         memory.state.fill_(_ARRIVING)
-        device.groups[-1].append((memory, pointer, mask))
+        device.running.copies.append((memory, pointer, mask))
 
-    def wait_group(left: int) -> None:
+    def arrive_after_copies(barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
         device.step()
-        while len(device.groups) - 1 > left:
-            for memory, pointer, mask in device.groups.pop(0):
-                # What the mask leaves out holds anything.
-                memory.values.copy_(pointer.load(mask, float("nan")))
-                memory.state.fill_(_READY)
+        device.loads.append(_CopyByThreads(device.running.copies, barrier))
+        device.running.copies = []
 
     def store_wait(left: int) -> None:
         device.step()
@@ -510,6 +524,7 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
         load=load, store=store, where=torch.where, broadcast=torch.broadcast_tensors, permute=torch.permute,
+        reshape=torch.reshape,
         convert_layout=lambda x, layout: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
         maximum=of_numbers(torch.maximum), minimum=of_numbers(torch.minimum),
@@ -527,14 +542,10 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
     copies = SimpleNamespace(
         async_copy_global_to_shared=copy_to_shared, async_copy_shared_to_global=copy_to_global, store_wait=store_wait
     )
-    by_threads = SimpleNamespace(
-        async_copy_global_to_shared=copy_by_threads,
-        commit_group=lambda: device.groups.append([]),
-        wait_group=wait_group,
-    )
+    by_threads = SimpleNamespace(async_copy_global_to_shared=copy_by_threads, mbarrier_arrive=arrive_after_copies)
     return {
         "gl": gl, "mbarrier": barriers, "tma": copies, "async_copy": by_threads, "fence_async_shared": fence,
-        "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "mma_v2": lambda a, b, acc: a.float() @ b.float() + acc,
+        "gdc_wait": lambda: None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     }  # fmt: skip
 
 

@@ -14,12 +14,17 @@ on_hopper = pytest.mark.skipif(
 
 @pytest.fixture
 def simulate(monkeypatch):
-    """Turns to the simulated kernels, in the order of a seed; ``forward`` and ``backward`` may change their source."""
+    """Turns to the simulated kernels, in the order of a seed; ``forward``, ``backward`` and ``rows`` may change their
+    source."""
     monkeypatch.setattr(hopper, "capability", lambda _: (9, 0))
     return partial(_turn_to, monkeypatch)
 
 
-def _turn_to(monkeypatch, seed: int, forward=lambda source: source, backward=lambda source: source) -> None:
+def _as_it_is(source: str) -> str:
+    return source
+
+
+def _turn_to(monkeypatch, seed: int, forward=_as_it_is, backward=_as_it_is, rows=_as_it_is) -> None:
     # Here, not above: without the interpreter Triton is no concern of these tests.
     from affine_attn.core.kernels import hopper_backward as backward_kernels
     from affine_attn.core.kernels import hopper_forward as forward_kernels
@@ -29,7 +34,7 @@ def _turn_to(monkeypatch, seed: int, forward=lambda source: source, backward=lam
     kernels = {
         (hopper, "_kernel"): Simulated(forward_kernels, "hopper_forward_kernel", seed, forward),
         (hopper_backward, "_kernel"): Simulated(backward_kernels, "hopper_backward_kernel", seed, backward),
-        (hopper_backward, "_row_kernel"): Simulated(row_kernels, "row_gradients_kernel", seed),
+        (hopper_backward, "_row_kernel"): Simulated(row_kernels, "row_gradients_kernel", seed, rows),
     }
     for (launcher, name), kernel in kernels.items():
         monkeypatch.setattr(launcher, "multiprocessors", lambda _: 2)

@@ -215,6 +215,59 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
     assert shows_in_some_order(is_wrong)
 
 
+# The same for the kernel of numbers per row, with and without a gate by channel.
+PLAIN, GATED = "affine", "affine_gated"
+ROW_MISTAKES = {
+    "tiles are not waited for": ("mbarrier.wait(ring[1].index(slot), (i // STAGES) & 1)", "pass", PLAIN),
+    "tiles are overwritten": ("mbarrier.wait(ring[2].index(slot), ((i // STAGES) & 1) ^ 1)", "pass", PLAIN),
+    "small copies are not waited for": (
+        "    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n"
+        "    mbarrier.expect(full.index(slot), M * D * 2)",
+        "    mbarrier.expect(full.index(slot), M * D * 2)\n    mbarrier.arrive(full.index(slot), count=32)", PLAIN,
+    ),
+    "values are freed before the sums": (
+        "            t_u = _values_seen(",
+        "            mbarrier.arrive(free.index(slot), count=1)\n            t_u = _values_seen(", PLAIN,
+    ),
+    "dgate has not left yet": ("                tma.store_wait(0)\n", "", GATED),
+    "no fence": ("                fence_async_shared()\n", "", GATED),
+    "the numbers behind the last row": ("    return gl.where(m_t, ", "    return gl.where(m_t | True, ", PLAIN),
+    "only the first head's total": ("b_weighted += _in_pairs(", "b_weighted = _in_pairs(", PLAIN),
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", ROW_MISTAKES)
+def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
+    from tests.gluon_on_cpu import mistake, shows_in_some_order
+
+    old, new, spec = ROW_MISTAKES[name]
+    simulate(seed=0)
+    call = checked_call(**random_inputs(SPECS[spec], Shape(3, 4, 2, 100, 100, 64), torch.float16))
+    dy, output = torch.randn_like(call.q), hopper.forward(call)
+
+    def rows(seed: int, edit=lambda source: source) -> list[torch.Tensor]:
+        simulate(seed, rows=edit)
+        found = hopper_backward.RowGradients(call, dy.clone(), output)
+        found.launch()
+        return [
+            found.delta,
+            found.dalpha,
+            found.dbeta,
+            found.after,
+            found.do,
+            *([found.dgate] if spec == GATED else []),
+        ]
+
+    right = rows(0)
+    assert all(torch.equal(a, b) for seed in (1, 2, 3) for a, b in zip(rows(seed), right, strict=True))
+
+    def is_wrong(seed: int) -> bool:
+        return not all(torch.equal(a, b) for a, b in zip(rows(seed, mistake(old, new)), right, strict=True))
+
+    assert shows_in_some_order(is_wrong)
+
+
 @interpreted
 def test_sizes_are_those_of_the_kernel():
     from affine_attn.core.kernels import hopper_backward as kernels
@@ -222,7 +275,7 @@ def test_sizes_are_those_of_the_kernel():
 
     assert (kernels.M.value, kernels.HALF.value, kernels.N.value) == (64, 64, hopper.ROWS)
     assert (hopper_backward.QUERIES, hopper_backward.HALF) == (64, 64)
-    assert hopper_rows.STEP.value == hopper_backward.STEP
+    assert hopper_rows.M.value == hopper_backward.ITEM
 
 
 def test_deterministic_algorithms_leave_it_alone(monkeypatch):

@@ -69,6 +69,8 @@ _BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
 _MOST_HEADS = 65535
 # Numbers of dv that a program adds to.
 _DV_ELEMENTS = 2048
+# Zeros that a program writes.
+_ZEROS = 8192
 # From so many queries on, a second stream is worth its launches.
 _LONG = 1024
 # Cycles that the second stream waits, so that the stock kernel has taken its multiprocessors before ours ask for any:
@@ -328,6 +330,16 @@ def sum_from_each(totals: Tensor, sums: Tensor) -> None:
     columns = min(_VALUE_COLUMNS, d)
     _kernels().totals_from_kernel[(d // columns, kv_heads)](
         totals, sums, segments, GROUP=totals.shape[0] // kv_heads, D=d, SLICE=columns, ROWS=128, num_warps=4
+    )
+
+
+def zero_and_sum_from_each(zeros: Tensor, totals: Tensor) -> None:
+    """Fill one with 0, and do :func:`sum_from_each` in place on the other."""
+    kv_heads, segments, d = totals.shape
+    columns = min(_VALUE_COLUMNS, d)
+    sums = kv_heads * (d // columns)
+    _kernels().zeros_and_totals_kernel[(sums + cdiv(zeros.numel(), _ZEROS),)](
+        zeros, zeros.numel(), totals, segments, sums, D=d, SLICE=columns, ROWS=32, BLOCK=_ZEROS, num_warps=4
     )
 
 

@@ -35,11 +35,16 @@ def why_not(call: Call) -> str | None:
         return "the forward in one kernel has alpha only together with beta"
     if call.alpha is None and call.sink is None and call.gate is None:
         return "there is nothing to do after the attention"
+    return why_no_gate(call)
+
+
+def why_no_gate(call: Call) -> str | None:
+    """Why the kernels for Hopper cannot take the call's gate, or None."""
     gate = _gate_by_channel(call)
     if gate is not None and gate.dtype != call.q.dtype:
-        return f"the forward in one kernel takes a gate by channel in the type of q, not {gate.dtype}"
+        return f"kernels for Hopper take a gate by channel in the type of q, not {gate.dtype}"
     if gate is not None and not can_be_copied(gate):
-        return "the forward in one kernel reads rows of a gate that begin at multiples of 16 bytes"
+        return "kernels for Hopper read rows of a gate that begin at multiples of 16 bytes"
     return None
 
 

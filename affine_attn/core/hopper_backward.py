@@ -26,27 +26,30 @@ _KV_HEADS = 8
 LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
-# Of row_gradients_kernel: tokens of a step, as in the kernel, tested; steps of a program by head_dim.
-STEP, STEPS = 16, {64: 2, 128: 1}
+# Of row_gradients_kernel: tokens of an item, as in the kernel, tested; slots of a program by head_dim, as timed: more
+# are slower; programs on a multiprocessor, and registers of a thread, so that it has room for them.
+ITEM, SLOTS, PROGRAMS, ROW_REGISTERS = 64, {64: 5, 128: 4}, 2, 128
 
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or would be slower than the stock one; None where it runs."""
     if must_be_deterministic():
         return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
-    if (reason := hopper.why_no_kernel(call)) is None and call.tq not in LENGTHS:
+    if (reason := hopper.why_no_kernel(call) or hopper.why_no_gate(call)) is not None:
+        return reason
+    if call.tq not in LENGTHS:
         return f"the backward for Hopper is for {LENGTHS[0]} to {LENGTHS[-1]} tokens, where it is faster than cuDNN's"
-    return reason
+    return None
 
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     """All gradients; see :func:`why_not`."""
-    dy = fused.negatable(call, dy)
-    dy = dy if hopper.can_be_copied(dy) else dy.clone(memory_format=torch.contiguous_format)
-    rows, sums = RowGradients(call, dy, output), new_sums(call)
+    dy = _copyable(fused.negatable(call, dy))
+    rows = RowGradients(call, dy, output)
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     rows.launch()
     try:
+        sums = new_sums(call, rows)
         launch(call, output.saved_lse, rows, sums, dk, dv)
     finally:
         if rows.do is dy:  # of which rows are negated, and which is the caller's
@@ -54,14 +57,19 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     return rounded(call, sums), dk, dv, *rows.results()
 
 
+def _copyable(x: Tensor) -> Tensor:
+    """x, or the same in a memory that the copy engine can read."""
+    return x if hopper.can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 class RowGradients:
     """Gradients of sink, alpha, beta and gate, and what the attention's backward wants: see row_gradients_kernel."""
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.dy, self.output = call, dy, output
+        self.o = _copyable(output.saved_out if output.saved_out.numel() else output.y)
         batch, heads, queries, head_dim = call.q.shape
-        self.tokens = STEP * STEPS[head_dim]
-        self.tiles = cdiv(queries, self.tokens)
+        self.tiles = cdiv(queries, ITEM)
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=dy.device)
@@ -70,52 +78,56 @@ class RowGradients:
             """Of a gradient, contiguous."""
             return None if x is None else new(*x.shape, dtype=x.dtype)
 
-        self.sink = call.sink if isinstance(call.sink, Tensor) else None
+        # Numbers per row are copied one by one, which takes 32 bits.
+        self.sink = call.sink.float() if isinstance(call.sink, Tensor) else None
+        self.alpha, self.beta = (None if x is None else x.float().contiguous() for x in (call.alpha, call.beta))
         self.dsink = None if self.sink is None else new(batch, heads, queries)
         self.dalpha, self.dbeta, self.dgate, self.do = like(call.alpha), like(call.beta), like(call.gate), dy
-        if call.gate is not None and fused.gate_kind(call.gate) == fused.ELEMENTWISE:
+        self.is_by_channel = fused.gate_kind(call.gate) == fused.ELEMENTWISE
+        self.row_gate = None if call.gate is None or self.is_by_channel else call.gate.float()
+        if call.gate is not None and self.is_by_channel:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
         self.delta = new(batch, heads, queries)
         has_beta = call.beta is not None
         self.shift = new(batch, heads, queries) if has_beta else None
-        # Of tiles by head, and from a tile on by group of heads.
-        self.totals = new(batch * heads, self.tiles, head_dim) if has_beta else None
+        # Sums over the items of a kv head; new_sums makes of them those from each item on.
         self.after = new(batch * call.k.shape[1], self.tiles, head_dim) if has_beta else None
 
     def launch(self) -> None:
         """Rows of dy with a negative factor are negated, unless there is a do besides."""
         call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
-        o = self.output.saved_out if self.output.saved_out.numel() else self.output.y
-        _row_kernel()[(self.tiles * batch * heads,)](
-            self.dy, o, self.output.saved_lse, call.v, self.output.saved_sums,
-            self.sink, fused.contiguous_rows(call.alpha), fused.contiguous_rows(call.beta), call.gate,
-            self.dsink, self.dalpha, self.dbeta, self.dgate, self.do, self.delta, self.shift, self.totals,
-            *fused.strides(self.dy), *fused.strides(o), *fused.strides(call.v), *fused.strides(call.gate),
-            *fused.strides(self.dgate), *fused.strides(self.do), *fused.sink_strides(self.sink),
-            heads, queries, self.tiles,
-            SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=call.beta is not None,
-            GATE=fused.gate_kind(call.gate), GROUP=heads // call.k.shape[1], D=head_dim, STEPS=STEPS[head_dim],
-            SAVED=fused.plan_of(call).tile.tokens, num_warps=1, maxnreg=row_registers(call.gate),
+        kv_heads, has_beta = call.k.shape[1], call.beta is not None
+        by_channel = (call.gate, self.do, self.dgate) if self.is_by_channel else (None, None, None)
+        items = batch * kv_heads * self.tiles
+        _row_kernel()[(min(PROGRAMS * multiprocessors(self.dy.device), items),)](
+            *(None if x is None else hopper.descriptor(x, ITEM) for x in (
+                self.dy, self.o, call.v if has_beta else None, *by_channel
+            )),
+            self.dy, self.output.saved_sums if has_beta else None, self.output.saved_lse, self.sink,
+            self.alpha, self.beta, self.row_gate, self.dsink, self.dalpha, self.dbeta,
+            None if self.is_by_channel else self.dgate, self.delta, self.shift, self.after,
+            *fused.strides(self.dy), *fused.strides(self.row_gate), *fused.sink_strides(self.sink),
+            kv_heads, queries, self.tiles, items,
+            SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=has_beta,
+            GATE=fused.gate_kind(call.gate), GROUP=heads // kv_heads, D=head_dim, STAGES=SLOTS[head_dim],
+            SAVED=fused.plan_of(call).tile.tokens if has_beta else 1, num_warps=4,
+            maxnreg=ROW_REGISTERS, launch_pdl=not fused.INTERPRETED,
         )  # fmt: skip
-        if self.totals is not None and self.after is not None:
-            fused.sum_from_each(self.totals, self.after)
 
     def results(self) -> Gradients:
         dsink = None if self.dsink is None else fused.dsink_of(self.call, self.dsink)
         return dsink, self.dalpha, self.dbeta, self.dgate
 
 
-def row_registers(gate: Tensor | None) -> int | None:
-    """Of a thread of row_gradients_kernel: told a number, the compiler takes more of them than by itself, for what it
-    then asks for at the same time. With an elementwise gate it takes as many anyway."""
-    return None if fused.gate_kind(gate) == fused.ELEMENTWISE else 168
-
-
-def new_sums(call: Call) -> Tensor:
-    """For dq, to add to."""
+def new_sums(call: Call, rows: RowGradients) -> Tensor:
+    """For dq, to add to; and what rows have summed by item is summed from each item on."""
     batch, heads, length, head_dim = call.q.shape
     shape = (batch, heads, cdiv(length, QUERIES) * QUERIES, head_dim)
-    return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
+    if rows.after is None:
+        return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
+    sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    fused.zero_and_sum_from_each(sums, rows.after)
+    return sums
 
 
 def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -131,7 +143,7 @@ def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor
         hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.after, sums, tiles, counts, tiles.shape[1],
         kv_heads, length, rows.tiles, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
         GROUP=group, D=head_dim, STAGES=STAGES[head_dim], TILES=TILES[head_dim], HAS_BETA=rows.shift is not None,
-        LATE=LATE[head_dim], SEGMENT=rows.tokens, num_warps=4,
+        LATE=LATE[head_dim], SEGMENT=ITEM, num_warps=4,
     )  # fmt: skip
 
 

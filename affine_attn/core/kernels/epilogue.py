@@ -373,12 +373,11 @@ def epilogue_backward_kernel(
 
 
 @triton.jit
-def totals_from_kernel(
-    p_totals, p_sums, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
+def _sum_from_each(
+    p_totals, p_sums, kv, part, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """sums[kv, c] = the totals of a group of heads from segment c to the last."""
-    kv = tl.program_id(1).to(tl.int64)
-    o_r, o_d = tl.arange(0, ROWS), tl.program_id(0) * SLICE + tl.arange(0, SLICE)
+    """sums[kv, c] = the totals of a group of heads from segment c to the last, some columns."""
+    o_r, o_d = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
     b_after = tl.zeros([SLICE], tl.float32)
     blocks = tl.cdiv(segments, ROWS)
     for step in range(blocks):
@@ -390,6 +389,29 @@ def totals_from_kernel(
         b_sums = tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :]
         tl.store(p_sums + kv * segments * D + o_rd, b_sums, mask=m_rd)
         b_after += tl.sum(b_rows, 0)
+
+
+@triton.jit
+def totals_from_kernel(
+    p_totals, p_sums, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    kv, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    _sum_from_each(p_totals, p_sums, kv, part, segments, GROUP, D, SLICE, ROWS)
+
+
+@triton.jit
+def zeros_and_totals_kernel(
+    p_zeros, numbers, p_totals, segments, sums,
+    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeros to add to, and beside that the totals from each segment on, in place: by themselves a launch that waits."""
+    program = tl.program_id(0)
+    if program < sums:
+        kv, part = (program // (D // SLICE)).to(tl.int64), program % (D // SLICE)
+        _sum_from_each(p_totals, p_totals, kv, part, segments, 1, D, SLICE, ROWS)
+    else:
+        o = (program - sums).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_zeros + o, tl.zeros([BLOCK], tl.float32), mask=o < numbers)
 
 
 @triton.jit
