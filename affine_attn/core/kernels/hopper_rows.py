@@ -1,8 +1,8 @@
 """Gluon kernel: what goes before the backward of our own for Hopper, gradients and other numbers per row.
 
 It should be as fast as a copy, so bytes must be on their way all the time. Two programs share a multiprocessor. In
-each, one warp does nothing but ask: the copy engine brings M tokens of one tensor at a time into a ring of slots in shared
-memory, and numbers per row come along as small asynchronous copies. A group of four warps computes from there. An item
+each, one warp does nothing but ask: the copy engine brings M tokens of one tensor at a time into a ring of slots in
+shared memory, and numbers per row come along as small asynchronous copies. A group of four warps computes from there. An item
 is M tokens of a kv head and of all query heads that share it: values come once, then dy, o and gates head by head. The
 sums u of values up to each token are a triangle of ones times the values, plus what lies before; they stay in registers
 for all heads. Items follow each other in memory, and programs take them in turns: so memory is read in its order.
