@@ -2,10 +2,11 @@
 
 It should be as fast as a copy, so bytes must be on their way all the time. Two programs share a multiprocessor. In
 each, one warp does nothing but ask: the copy engine brings M tokens of one tensor at a time into a ring of slots in
-shared memory, and numbers per row come along as small asynchronous copies. A group of four warps computes from there. An item
-is M tokens of a kv head and of all query heads that share it: values come once, then dy, o and gates head by head. The
-sums u of values up to each token are a triangle of ones times the values, plus what lies before; they stay in registers
-for all heads. Items follow each other in memory, and programs take them in turns: so memory is read in its order.
+shared memory, and numbers per row come along as small asynchronous copies. A group of four warps computes from there.
+An item is M tokens of a kv head and of all query heads that share it: values come once, then dy, o and gates head by
+head. The sums u of values up to each token are a triangle of ones times the values, plus what lies before; they stay in
+registers for all heads. Items follow each other in memory, and programs take them in turns: so memory is read in its
+order.
 
 Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
 offsets, m_ mask. D head dim, T tokens. stride_xb, _xh, _xt: of tensor x along batch, heads and tokens; d dy, g gate, s
