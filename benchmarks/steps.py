@@ -144,30 +144,36 @@ def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
     call = checked_call(**inputs_of(case, shape, device))
     if case.method == "rows":
         rows = hopper_backward.RowGradients(call, torch.randn_like(call.q), hopper.forward(call))
-        # read dy, o, v, gate; write dgate, and the gated dy that the attention's backward takes
-        return Step(rows.launch, 2 * _bytes(call.q) + _values_bytes(call) + 3 * _gate_bytes(call))
+        return Step(rows.launch, _gradient_bytes(call))
     stages = epilogue if fused.why_not(call) else fused
     o, z = torch.randn_like(call.q), torch.randn(call.q.shape[:3], device=device)
     # Kernels alone: with nothing to run beside, a second stream would only wait.
     in_line = mock.patch.object(fused, "_LONG", sys.maxsize)
     if case.method == "finish":
-        return Step(in_line(lambda: stages.finish(call, lambda: (o, z))), _epilogue_bytes(call, backward=False))
+        return Step(in_line(lambda: stages.finish(call, lambda: (o, z))), _forward_bytes(call))
     output, dy = stages.finish(call, lambda: (o, z)), torch.randn_like(call.q)
     gradients = tuple(torch.zeros_like(x) for x in (call.q, call.k, call.v))
     return Step(
         in_line(lambda: stages.gradients(call, dy, output, lambda do, out, lse: gradients)),
-        _epilogue_bytes(call, backward=True),
+        _gradient_bytes(call) + 2 * _values_bytes(call),  # dv, which it adds to
     )
 
 
-def _epilogue_bytes(call: Call, backward: bool) -> int:
-    """Each tensor once; alpha, beta and the row statistics are too small to count."""
-    values, gate = _values_bytes(call), _gate_bytes(call)
-    if not backward:
-        # read o, v, gate; write y
-        return 2 * _bytes(call.q) + values + gate
-    # read dy, o, v, gate, dv; write dv and dgate, and the gated dy that the attention's backward takes
-    return 2 * _bytes(call.q) + 3 * values + 3 * gate
+def _forward_bytes(call: Call) -> int:
+    """What must be moved, each tensor once: o, v, gate, alpha, beta and z in, y and the log-sum-exp with a sink out."""
+    numbers = _number_bytes(call) + 4 * call.q.shape[:3].numel() * (2 if call.sink is not None else 0)
+    return 2 * _bytes(call.q) + _values_bytes(call) + _gate_bytes(call) + numbers
+
+
+def _gradient_bytes(call: Call) -> int:
+    """dy, o, v, a gate by channel, alpha, beta and with a learned sink the log-sum-exp in; the gradients of gate, alpha
+    and beta out, and with a gate the gated dy that the attention's backward takes."""
+    numbers = 2 * _number_bytes(call) + 4 * call.q.shape[:3].numel() * isinstance(call.sink, Tensor)
+    return 2 * _bytes(call.q) + _values_bytes(call) + 3 * _gate_bytes(call) + numbers
+
+
+def _number_bytes(call: Call) -> int:
+    return sum(_bytes(x) for x in (call.alpha, call.beta) if x is not None)
 
 
 def _values_bytes(call: Call) -> int:

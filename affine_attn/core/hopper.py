@@ -146,13 +146,13 @@ def descriptor(x: Tensor, rows: int) -> Any:
     """For the copy engine: blocks of so many rows."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _shared_layout(rows, x.shape[-1], x.dtype))
+    block = (1, 1, rows, *x.shape[3:])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), _shared_layout(block, x.dtype))
 
 
 @functools.cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
+    return gl.NVMMASharedLayout.get_default_for(list(block), kind)

@@ -26,9 +26,11 @@ _KV_HEADS = 8
 LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
-# Of row_gradients_kernel: tokens of an item, as in the kernel, tested; slots of a program by head_dim, as timed: more
-# are slower; programs on a multiprocessor, and registers of a thread, so that it has room for them.
-ITEM, SLOTS, PROGRAMS, ROW_REGISTERS = 64, {64: 5, 128: 4}, 2, 128
+# Of row_gradients_kernel: rows and columns of a tile, as in the kernel, tested.
+TILE_ROWS, TILE_COLUMNS = 64, 64
+# Without and with gates by channel: its slots, and programs on a multiprocessor, as timed: memory is slower with more
+# bytes under way (LOG.md). Registers of a thread, so that there is room for two programs.
+SLOTS, PROGRAMS, ROW_REGISTERS = (2, 3), (2, 1), 128
 
 
 def why_not(call: Call) -> str | None:
@@ -69,7 +71,8 @@ class RowGradients:
         self.call, self.dy, self.output = call, dy, output
         self.o = _copyable(output.saved_out if output.saved_out.numel() else output.y)
         batch, heads, queries, head_dim = call.q.shape
-        self.tiles = cdiv(queries, ITEM)
+        self.tokens = TILE_ROWS * TILE_COLUMNS // head_dim
+        self.items = cdiv(queries, self.tokens)
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=dy.device)
@@ -82,41 +85,59 @@ class RowGradients:
         self.sink = call.sink.float() if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = (None if x is None else x.float().contiguous() for x in (call.alpha, call.beta))
         self.dsink = None if self.sink is None else new(batch, heads, queries)
-        self.dalpha, self.dbeta, self.dgate, self.do = like(call.alpha), like(call.beta), like(call.gate), dy
+        self.dbeta, self.dgate, self.do = like(call.beta), like(call.gate), dy
+        self.dalpha = None if self.alpha is None else torch.empty_like(self.alpha)
         self.is_by_channel = fused.gate_kind(call.gate) == fused.ELEMENTWISE
         self.row_gate = None if call.gate is None or self.is_by_channel else call.gate.float()
         if call.gate is not None and self.is_by_channel:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
-        self.delta = new(batch, heads, queries)
-        has_beta = call.beta is not None
-        self.shift = new(batch, heads, queries) if has_beta else None
+        # Without a gate per head shift is beta, and delta, if there is alpha too, its gradient, up to signs of alpha.
+        # Not with alpha alone: for signs without beta the compiler puts waits between all products (LOG.md).
+        self.signs = self.alpha if self.row_gate is None and self.beta is not None else None
+        self.delta = new(batch, heads, queries) if self.signs is None or self.dalpha is None else self.dalpha
+        self.shift = self.beta if self.beta is None or self.row_gate is None else torch.empty_like(self.beta)
         # Sums over the items of a kv head; new_sums makes of them those from each item on.
-        self.after = new(batch * call.k.shape[1], self.tiles, head_dim) if has_beta else None
+        self.after = None if call.beta is None else new(batch * call.k.shape[1], self.items, head_dim)
 
     def launch(self) -> None:
         """Rows of dy with a negative factor are negated, unless there is a do besides."""
         call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
         kv_heads, has_beta = call.k.shape[1], call.beta is not None
         by_channel = (call.gate, self.do, self.dgate) if self.is_by_channel else (None, None, None)
-        items = batch * kv_heads * self.tiles
-        _row_kernel()[(min(PROGRAMS * multiprocessors(self.dy.device), items),)](
-            *(None if x is None else hopper.descriptor(x, ITEM) for x in (
-                self.dy, self.o, call.v if has_beta else None, *by_channel
-            )),
-            self.dy, self.output.saved_sums if has_beta else None, self.output.saved_lse, self.sink,
-            self.alpha, self.beta, self.row_gate, self.dsink, self.dalpha, self.dbeta,
-            None if self.is_by_channel else self.dgate, self.delta, self.shift, self.after,
-            *fused.strides(self.dy), *fused.strides(self.row_gate), *fused.sink_strides(self.sink),
-            kv_heads, queries, self.tiles, items,
+        items = batch * kv_heads * self.items
+        most = PROGRAMS[self.is_by_channel] * multiprocessors(self.dy.device)
+        _row_kernel()[(_even(items, most),)](
+            *(None if x is None else _in_rows(x) for x in (self.dy, self.o, call.v if has_beta else None, *by_channel)),
+            self.output.saved_sums if has_beta else None, self.output.saved_lse, self.sink,
+            self.alpha, self.beta, self.row_gate,
+            self.do, self.dsink, self.dalpha, self.dbeta, None if self.is_by_channel else self.dgate,
+            None if self.delta is self.dalpha else self.delta, None if self.shift is self.beta else self.shift,
+            self.after,
+            *fused.strides(self.do), *fused.strides(self.row_gate), *fused.sink_strides(self.sink),
+            kv_heads, queries, self.items, items,
             SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=has_beta,
-            GATE=fused.gate_kind(call.gate), GROUP=heads // kv_heads, D=head_dim, STAGES=SLOTS[head_dim],
+            GATE=fused.gate_kind(call.gate), GROUP=heads // kv_heads, D=head_dim,
+            STAGES=SLOTS[self.is_by_channel],
             SAVED=fused.plan_of(call).tile.tokens if has_beta else 1, num_warps=4,
             maxnreg=ROW_REGISTERS, launch_pdl=not fused.INTERPRETED,
         )  # fmt: skip
 
     def results(self) -> Gradients:
         dsink = None if self.dsink is None else fused.dsink_of(self.call, self.dsink)
-        return dsink, self.dalpha, self.dbeta, self.dgate
+        dalpha = None if self.dalpha is None else self.dalpha.to(self.call.alpha.dtype)
+        return dsink, dalpha, self.dbeta, self.dgate
+
+
+def _in_rows(x: Tensor) -> Any:
+    """For the copy engine: tiles of so many columns, in which a token has a row or two."""
+    rows = x.unflatten(-1, (-1, TILE_COLUMNS))
+    return hopper.descriptor(rows, TILE_ROWS // rows.shape[3])
+
+
+def _even(items: int, most: int) -> int:
+    """The fewest programs with no more items each: else a few of them would have one more than all others, and end
+    alone."""
+    return cdiv(items, cdiv(items, most))
 
 
 def new_sums(call: Call, rows: RowGradients) -> Tensor:
@@ -140,10 +161,10 @@ def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor
     _kernel()[(programs,)](
         hopper.descriptor(call.q, QUERIES), hopper.descriptor(call.k, hopper.ROWS),
         hopper.descriptor(call.v, hopper.ROWS), hopper.descriptor(rows.do, QUERIES), hopper.descriptor(dk, HALF),
-        hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.after, sums, tiles, counts, tiles.shape[1],
-        kv_heads, length, rows.tiles, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
+        hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.signs, rows.after, sums, tiles, counts,
+        tiles.shape[1], kv_heads, length, rows.items, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
         GROUP=group, D=head_dim, STAGES=STAGES[head_dim], TILES=TILES[head_dim], HAS_BETA=rows.shift is not None,
-        LATE=LATE[head_dim], SEGMENT=ITEM, num_warps=4,
+        HAS_SIGNS=rows.signs is not None, LATE=LATE[head_dim], SEGMENT=rows.tokens, num_warps=4,
     )  # fmt: skip
 
 

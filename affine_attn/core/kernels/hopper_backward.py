@@ -84,10 +84,11 @@ def _load(
 @gluon.jit
 def _bring_rows(
     rows, memory, barriers, order, kv_heads, T, per_scale,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, HAS_BETA: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, HAS_BETA: gl.constexpr, HAS_SIGNS: gl.constexpr,
 ):  # fmt: skip
-    """A warp that brings numbers per query: what scores and products with v begin at, and beta."""
-    p_lse, p_delta, p_beta = rows
+    """A warp that brings numbers per query: what scores and products with v begin at, and beta. Both latter change
+    their sign where p_signs has a negative number, as rows of dy have."""
+    p_lse, p_delta, p_beta, p_signs = rows
     s_rows = memory[5]
     full, free = barriers[2], barriers[3]
     o = gl.arange(0, M, gl.BlockedLayout([M // 32], [32], [1], [0]))
@@ -102,6 +103,11 @@ def _bring_rows(
                 b_delta = gl.load(p_delta + first + row0 + o, mask=m_t, other=0.0)
                 if HAS_BETA:
                     b_beta = gl.load(p_beta + first + row0 + o, mask=m_t & (row0 < key0 + N), other=0.0)
+                if HAS_SIGNS:
+                    is_negative = gl.load(p_signs + first + row0 + o, mask=m_t, other=1.0) < 0
+                    b_delta = gl.where(is_negative, -b_delta, b_delta)
+                    if HAS_BETA:
+                        b_beta = gl.where(is_negative, -b_beta, b_beta)
                 slot = i % STAGES
                 mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
                 s_rows.index(slot * 3).store(-b_lse * per_scale)
@@ -303,16 +309,16 @@ def _differentiate(
 
 @gluon.jit(do_not_specialize=["most"])
 def hopper_backward_kernel(
-    d_q, d_k, d_v, d_dy, d_dk, d_dv, p_lse, p_delta, p_beta, p_after, p_dq, p_order, p_tiles, most,
-    kv_heads, T, segments, factor, scale, per_scale,
+    d_q, d_k, d_v, d_dy, d_dk, d_dv, p_lse, p_delta, p_beta, p_signs, p_after, p_dq, p_order, p_tiles,
+    most, kv_heads, T, segments, factor, scale, per_scale,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, HAS_BETA: gl.constexpr,
-    LATE: gl.constexpr, SEGMENT: gl.constexpr,
+    HAS_SIGNS: gl.constexpr, LATE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv. dq without its scale is added to p_dq: float32, 0 before, its rows padded to a multiple of M.
 
     `factor` is the scale times log2(e), lse the log-sum-exp less the logarithm of |row factor|, delta <dy, o>; dy,
-    delta and beta come negated where the row factor is negative. p_after[bh, c] is the sum of beta * dy from segment c
-    on.
+    delta and beta come negated where the row factor is negative, or with HAS_SIGNS dy alone, and p_signs tells where
+    that is. p_after[bh, c] is the sum of beta * gate * dy from segment c on.
     """
     gl.static_assert(N % SEGMENT == 0, "a segment begins where a tile ends")
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -349,7 +355,7 @@ def hopper_backward_kernel(
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    inputs, outputs, rows = (d_q, d_k, d_v, d_dy), (d_dk, d_dv, p_after), (p_lse, p_delta, p_beta)
+    inputs, outputs, rows = (d_q, d_k, d_v, d_dy), (d_dk, d_dv, p_after), (p_lse, p_delta, p_beta, p_signs)
     memory = (s_k, s_v, s_q, s_dy, s_ds, s_rows, s_dq)
     barriers = (kv_full, kv_free, full, free, ds_full, ds_free, dq_full, dq_free)
     order, sizes = (p_order, most, p_tiles), (kv_heads, T, segments)
@@ -358,7 +364,7 @@ def hopper_backward_kernel(
                           GROUP, D, STAGES, TILES, HAS_BETA, LATE, SEGMENT)),
         (_differentiate, (1, outputs, memory, barriers, order, sizes, factor, scale,
                           GROUP, D, STAGES, TILES, HAS_BETA, LATE, SEGMENT)),
-        (_bring_rows, (rows, memory, barriers, order, kv_heads, T, per_scale, GROUP, STAGES, HAS_BETA)),
+        (_bring_rows, (rows, memory, barriers, order, kv_heads, T, per_scale, GROUP, STAGES, HAS_BETA, HAS_SIGNS)),
         (_add_dq, (p_dq, memory, barriers, order, kv_heads, T, GROUP, D)),
         (_load, (inputs, memory, barriers, order, T, GROUP, D, STAGES, TILES)),
     ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
