@@ -67,6 +67,20 @@ def test_every_mode_gives_timed_rows(mode):
             assert ("fraction_of_copy" in row) == (mode in ("decode", "epilogue"))
 
 
+def test_bytes_of_an_epilogue_count_each_tensor_once():
+    rows, q, v = 2 * 4 * 32, 2 * 4 * 32 * 16 * 4, 2 * 2 * 32 * 16 * 4  # numbers per row; bytes of q and v in fp32
+    moved = {
+        ("sink", "finish"): 2 * q + 2 * 4 * rows,
+        ("sink", "gradients"): 2 * q + 4 * rows,
+        ("affine", "finish"): 2 * q + v + 2 * 4 * rows,
+        ("affine", "gradients"): 2 * q + 3 * v + 4 * 4 * rows,
+        ("affine_gated", "finish"): 3 * q + v + 2 * 4 * rows,
+        ("affine_gated", "gradients"): 5 * q + 3 * v + 4 * 4 * rows,
+    }
+    for (variant, method), expected in moved.items():
+        assert steps.prepare(Case("", method, variant), TINY, "epilogue", CPU).moved == expected
+
+
 def test_a_wrong_case_is_not_timed(monkeypatch):
     monkeypatch.setitem(steps._METHODS, "auto", lambda **inputs: attention(**inputs) * 1.01)
     group = Group("tiny", TINY, "forward", (*STOCK["cpu"], Case("sink", "auto", "sink")))
