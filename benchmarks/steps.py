@@ -160,7 +160,7 @@ def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
 
 
 def _forward_bytes(call: Call) -> int:
-    """What must be moved, each tensor once: o, v, gate, alpha, beta and z in, y and the log-sum-exp with a sink out."""
+    """What must be moved, each tensor once: o, v, gate, alpha and beta in, y out; with a sink z in, log-sum-exp out."""
     numbers = _number_bytes(call) + 4 * call.q.shape[:3].numel() * (2 if call.sink is not None else 0)
     return 2 * _bytes(call.q) + _values_bytes(call) + _gate_bytes(call) + numbers
 

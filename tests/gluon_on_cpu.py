@@ -516,8 +516,7 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
         return lambda *arguments: operation(*(torch.as_tensor(x) for x in arguments))
 
     gl = SimpleNamespace(
-        constexpr=None, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        bfloat16=torch.bfloat16, static_range=range,
+        constexpr=None, int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
         static_assert=static_assert,
         program_id=lambda axis: _block(torch.tensor(device.program)), num_programs=lambda axis: programs,
         cdiv=lambda a, b: -(-a // b),

@@ -71,8 +71,9 @@ class RowGradients:
         self.call, self.dy, self.output = call, dy, output
         self.o = _copyable(output.saved_out if output.saved_out.numel() else output.y)
         batch, heads, queries, head_dim = call.q.shape
+        # Tokens of an item, and items of a kv head.
         self.tokens = TILE_ROWS * TILE_COLUMNS // head_dim
-        self.items = cdiv(queries, self.tokens)
+        self.per_head = cdiv(queries, self.tokens)
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=dy.device)
@@ -97,14 +98,14 @@ class RowGradients:
         self.delta = new(batch, heads, queries) if self.signs is None or self.dalpha is None else self.dalpha
         self.shift = self.beta if self.beta is None or self.row_gate is None else torch.empty_like(self.beta)
         # Sums over the items of a kv head; new_sums makes of them those from each item on.
-        self.after = None if call.beta is None else new(batch * call.k.shape[1], self.items, head_dim)
+        self.after = None if call.beta is None else new(batch * call.k.shape[1], self.per_head, head_dim)
 
     def launch(self) -> None:
         """Rows of dy with a negative factor are negated, unless there is a do besides."""
         call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
         kv_heads, has_beta = call.k.shape[1], call.beta is not None
         by_channel = (call.gate, self.do, self.dgate) if self.is_by_channel else (None, None, None)
-        items = batch * kv_heads * self.items
+        items = batch * kv_heads * self.per_head
         most = PROGRAMS[self.is_by_channel] * multiprocessors(self.dy.device)
         _row_kernel()[(_even(items, most),)](
             *(None if x is None else _in_rows(x) for x in (self.dy, self.o, call.v if has_beta else None, *by_channel)),
@@ -114,7 +115,7 @@ class RowGradients:
             None if self.delta is self.dalpha else self.delta, None if self.shift is self.beta else self.shift,
             self.after,
             *fused.strides(self.do), *fused.strides(self.row_gate), *fused.sink_strides(self.sink),
-            kv_heads, queries, self.items, items,
+            kv_heads, queries, self.per_head, items,
             SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=has_beta,
             GATE=fused.gate_kind(call.gate), GROUP=heads // kv_heads, D=head_dim,
             STAGES=SLOTS[self.is_by_channel],
@@ -162,7 +163,7 @@ def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor
         hopper.descriptor(call.q, QUERIES), hopper.descriptor(call.k, hopper.ROWS),
         hopper.descriptor(call.v, hopper.ROWS), hopper.descriptor(rows.do, QUERIES), hopper.descriptor(dk, HALF),
         hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.signs, rows.after, sums, tiles, counts,
-        tiles.shape[1], kv_heads, length, rows.items, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
+        tiles.shape[1], kv_heads, length, rows.per_head, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
         GROUP=group, D=head_dim, STAGES=STAGES[head_dim], TILES=TILES[head_dim], HAS_BETA=rows.shift is not None,
         HAS_SIGNS=rows.signs is not None, LATE=LATE[head_dim], SEGMENT=rows.tokens, num_warps=4,
     )  # fmt: skip

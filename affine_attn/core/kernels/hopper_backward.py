@@ -86,8 +86,8 @@ def _bring_rows(
     rows, memory, barriers, order, kv_heads, T, per_scale,
     GROUP: gl.constexpr, STAGES: gl.constexpr, HAS_BETA: gl.constexpr, HAS_SIGNS: gl.constexpr,
 ):  # fmt: skip
-    """A warp that brings numbers per query: what scores and products with v begin at, and beta. Both latter change
-    their sign where p_signs has a negative number, as rows of dy have."""
+    """A warp that brings numbers per query: what scores and products with v begin at, and beta. With HAS_SIGNS the
+    latter two change their sign where p_signs has a negative number, as rows of dy have."""
     p_lse, p_delta, p_beta, p_signs = rows
     s_rows = memory[5]
     full, free = barriers[2], barriers[3]
@@ -103,10 +103,9 @@ def _bring_rows(
                 b_delta = gl.load(p_delta + first + row0 + o, mask=m_t, other=0.0)
                 if HAS_BETA:
                     b_beta = gl.load(p_beta + first + row0 + o, mask=m_t & (row0 < key0 + N), other=0.0)
-                if HAS_SIGNS:
-                    is_negative = gl.load(p_signs + first + row0 + o, mask=m_t, other=1.0) < 0
-                    b_delta = gl.where(is_negative, -b_delta, b_delta)
-                    if HAS_BETA:
+                    if HAS_SIGNS:
+                        is_negative = gl.load(p_signs + first + row0 + o, mask=m_t, other=1.0) < 0
+                        b_delta = gl.where(is_negative, -b_delta, b_delta)
                         b_beta = gl.where(is_negative, -b_beta, b_beta)
                 slot = i % STAGES
                 mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
@@ -321,6 +320,7 @@ def hopper_backward_kernel(
     that is. p_after[bh, c] is the sum of beta * gate * dy from segment c on.
     """
     gl.static_assert(N % SEGMENT == 0, "a segment begins where a tile ends")
+    gl.static_assert(HAS_BETA or not HAS_SIGNS, "signs come with beta")
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_k = gl.allocate_shared_memory(d_q.dtype, [TILES, 1, 1, N, D], d_k.layout)
