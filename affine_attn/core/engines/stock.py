@@ -3,14 +3,26 @@
 z is the natural log-sum-exp in fp32 [B, H, Tq]. Operators align a causal mask of Tq != Tk differently, so a causal
 call is cut into pieces whose causal part is square; pieces over different keys are merged by their log-sum-exp. The
 backward needs no merging: with the merged output and log-sum-exp each piece's stock backward is already exact.
+
+A call with more elements than the operators can count is cut before that into shares of sequences, or of heads of one
+sequence, which have only keys and values in common.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from affine_attn.core.gpu import capability, must_be_deterministic
+from affine_attn.core.gpu import capability, cdiv, must_be_deterministic
+from affine_attn.core.reference import row_dtype
 
 aten = torch.ops.aten
+
+# The operators on CUDA count the elements of a tensor in 32 bits. Beyond that cuDNN's backward returns wrong gradients
+# of the last sequences without an error, and flash's kernels write elsewhere.
+MOST_ELEMENTS = 2**31 - 1
+# CUDA's limit for the axes of a grid over which the operators lay the sequences.
+MOST_SEQUENCES = 65535
 
 
 def why_not(q: Tensor, k: Tensor, causal: bool, window: int | None) -> str | None:
@@ -41,6 +53,69 @@ def kernel(q: Tensor) -> str:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return (o, z) of plain attention."""
+    shares = _shares(q, k)
+    if len(shares) == 1:
+        return _forward(q, k, v, scale, causal, window)
+    o, z = torch.empty_like(q), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    for share in shares:
+        part = _forward(q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
+        o[share.of_q], z[share.of_q] = part
+    return o, z
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of plain attention; exact also if o and z have a sink in them and do has factors per row."""
+    shares = _shares(q, k)
+    if len(shares) == 1:
+        return _backward(do, q, k, v, o, z, scale, causal, window)
+    dq = torch.empty_like(q)
+    # Where the query heads of a kv head are in several shares, its gradients are sums over them.
+    is_shared = shares[0].of_kv == shares[1].of_kv
+    dk, dv = (torch.zeros_like(x, dtype=z.dtype if is_shared else x.dtype) for x in (k, v))
+    for share in shares:
+        inputs = do[share.of_q], q[share.of_q], k[share.of_kv], v[share.of_kv], o[share.of_q]
+        part = _backward(*inputs, z[share.of_q].contiguous(), scale, causal, window)
+        dq[share.of_q] = part[0]
+        dk[share.of_kv] += part[1]
+        dv[share.of_kv] += part[2]
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Share(NamedTuple):
+    """Indices of sequences and heads that one call of an operator can count."""
+
+    of_q: tuple[slice, slice]
+    of_kv: tuple[slice, slice]
+
+
+def _shares(q: Tensor, k: Tensor) -> list[_Share]:
+    """Return the fewest shares, as equal as they can be; one if the operators can count the whole call."""
+    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    group = heads // kv_heads
+    at_once = max(1, MOST_ELEMENTS // (max(q.shape[2], k.shape[2]) * q.shape[3]))  # heads of all sequences
+    if at_once >= heads:
+        some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, at_once // heads)), heads
+    elif at_once >= group:
+        some_rows, some_heads = 1, _evenly(kv_heads, at_once // group) * group
+    else:
+        some_rows, some_heads = 1, max(n for n in range(1, at_once + 1) if group % n == 0)
+    shares = []
+    for row in range(0, batch, some_rows):
+        for head in range(0, heads, some_heads):
+            rows, end = slice(row, row + some_rows), head + some_heads
+            shares.append(_Share((rows, slice(head, end)), (rows, slice(head // group, cdiv(end, group)))))
+    return shares
+
+
+def _evenly(size: int, most: int) -> int:
+    """Return the size of nearly equal parts of at most ``most``."""
+    return cdiv(size, cdiv(size, most))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
     if window is not None:
         return _window_forward(q, k, v, scale, window)
     name = kernel(q)
@@ -49,7 +124,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window:
     return results[0] if len(results) == 1 else _merge(*results[0], *results[1])
 
 
-def backward(
+def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if window is not None:
