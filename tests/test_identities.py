@@ -154,6 +154,31 @@ def test_logn_is_softmax_with_queries_scaled_by_log_n(x):
     _assert_all(x.everywhere(logit=LogN()), _softmax(scaled))
 
 
+@pytest.mark.parametrize("spread", [0.2, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logn_in_16_bits_loses_one_rounding_of_q_and_no_more(dtype, spread):
+    """The bound that docs/equations.md states, for the output and every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dy = (torch.randn(1, 4, 300, 64, generator=generator).to(dtype) for _ in range(4))
+    q, count = spread * q, torch.arange(1, 301).log()[:, None]
+    rounded = (q.float() * count).to(dtype)
+
+    def results(q: Tensor, k: Tensor, v: Tensor, impl: str, logit: LogN | None = None) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        y = attention(*leaves, logit=logit, impl=impl)
+        return [x.double() for x in (y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype)))]
+
+    logn = results(q, k, v, "sdpa", LogN())
+    exact = results(q.double(), k.double(), v.double(), "reference", LogN())
+    softmax = results(rounded, k, v, "sdpa")
+    exact_softmax = results(rounded.double(), k.double(), v.double(), "reference")
+    # The exact attention of the rounded q; its dq is that of the rounded q, scaled.
+    one_rounding = [exact_softmax[0], exact_softmax[1] * count, *exact_softmax[2:]]
+    for ours, plain, plain_exact, once, truth in zip(logn, softmax, exact_softmax, one_rounding, exact, strict=True):
+        bound = (once - truth).norm() / truth.norm() + (plain - plain_exact).norm() / plain_exact.norm()
+        assert (ours - truth).norm() / truth.norm() < bound
+
+
 @MANY
 @given(small(causal=True))
 def test_causal_alibi_is_softmax_with_one_more_channel(x):
