@@ -93,13 +93,13 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     deadline = time.monotonic() + arguments.time_limit
-    from experiments import carry_out, grid
+    from experiments import carry_out, controls, grid
     from experiments.plan import plan
     from experiments.runs import read_runs
 
-    chosen = [
-        g for g in grid.groups(grid.base_recipe(arguments.data, arguments.teacher)) if g.name.startswith(arguments.only)
-    ]
+    recipe = grid.base_recipe(arguments.data, arguments.teacher)
+    everything = grid.groups(recipe) + controls.groups(recipe)
+    chosen = [group for group in everything if group.name.startswith(arguments.only)]
     if not chosen:
         raise ValueError(f"no group begins with {arguments.only!r}; --dry-run prints them all")
     if arguments.dry_run:

@@ -1,18 +1,21 @@
 """The paper's claims, each beside what was measured here.
 
-One rule decides whether they agree: the 95 % interval of the paired difference lies on one side of zero, and its mean
-is larger than what a run differs by from itself, run a second time.
+One rule decides all of them: they agree or contradict if the 95 % interval of the paired difference lies on one side of
+zero. What a run differs by from itself, run a second time, is printed beside it and decides nothing: the seeds of an
+interval differ by that too.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from experiments.compare import Interval, paired
+from experiments.compare import Interval, holm, paired
 from experiments.runs import Run
 from experiments.tables import Row, accuracies, best_rate, by_setting, interval_columns, noise_floor
 
 BEST = "own best"
+# An interval of fewer rests on their being normally distributed, which so few cannot tell: a verdict says how many.
+MANY_SEEDS = 5
 
 
 class Claim(NamedTuple):
@@ -77,7 +80,7 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
     for claim in CLAIMS:
         for rate, values, baseline in _pairs(claim, runs):
             floor = None if claim.floor is None else noise_floor(noise, claim.floor, rate)
-            difference = paired(values, baseline).difference
+            difference, p = paired(values, baseline)
             about: Row = {
                 "what": claim.of,
                 "of": f"{claim.variant} against {claim.baseline}",
@@ -87,22 +90,20 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
             }
             show = math.exp if claim.is_ratio else float
             shown = interval_columns("here", difference, show)
-            noise_here = "" if floor is None else show(floor)
-            rows.append(about | shown | {"noise": noise_here, "verdict": verdict(difference, claim.is_lower, floor)})
+            tested: Row = {"p": p, "p Holm": math.nan, "noise": "" if floor is None else show(floor)}
+            rows.append(about | shown | tested | {"verdict": verdict(difference, claim.is_lower)})
+    for row, corrected in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p Holm"] = corrected
     return rows
 
 
-def verdict(difference: Interval, is_lower: bool, floor: float | None) -> str:
-    """floor: NaN where it is not known yet; None where it is not measured, so that the seeds alone decide."""
+def verdict(difference: Interval, is_lower: bool) -> str:
     if difference.n < 2:
         return "one seed"
-    if floor is not None and math.isnan(floor):
-        return "open (no noise floor)"
-    if floor is not None and abs(difference.mean) <= floor:
-        return "within noise"
     if difference.low <= 0 <= difference.high:
         return "open"
-    return "agrees" if (difference.high < 0) == is_lower else "contradicts"
+    found = "agrees" if (difference.high < 0) == is_lower else "contradicts"
+    return found if difference.n >= MANY_SEEDS else f"{found}, {difference.n} seeds"
 
 
 def _pairs(claim: Claim, runs: Sequence[Run]) -> Iterator[tuple[float | str, dict[int, float], dict[int, float]]]:

@@ -40,3 +40,20 @@ def paired(values: dict[int, float], baseline: dict[int, float]) -> Paired:
     mine, theirs = ([side[seed] for seed in seeds] for side in (values, baseline))
     p = float(stats.ttest_rel(mine, theirs).pvalue) if len(seeds) > 1 else math.nan  # pyright: ignore
     return Paired(interval([a - b for a, b in zip(mine, theirs, strict=True)]), p)
+
+
+def welch(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """The two-sided p of Welch's t-test: as if nothing paired the seeds."""
+    if min(len(values), len(baseline)) < 2:
+        return math.nan
+    return float(stats.ttest_ind(values, baseline, equal_var=False).pvalue)  # pyright: ignore
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """The p of a family of tests, corrected for their number; those that are NaN are no tests of it."""
+    order = sorted((i for i in range(len(p)) if not math.isnan(p[i])), key=lambda i: p[i])
+    corrected, largest = list(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p[i]))
+        corrected[i] = largest
+    return corrected

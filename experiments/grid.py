@@ -18,7 +18,14 @@ LENGTH = 1024
 PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only
 SWEPT_RATE, HIGH_RATE = 2e-3, 5e-3  # the rest of the sweep
 SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)
+CONTROLS = "controls"  # the table of experiments/controls.py
 CORE, OTHERS = ("softmax", "sink", "affine"), ("off_by_one", "gated", "affine_gated")
+
+
+# Fields that came after the first runs, with what held for these.
+_BEFORE: dict[str, Any] = {"slowest": None, "intermediate": None, "decays_sinks": True, "shared_start": False}
+# Of tables A to D and the noise floor: what is still to be run is compared with what was.
+RECORDED: dict[str, Any] = {"decays_sinks": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,9 @@ class Student:
     qk_norm: bool = False
     positions: Literal["default", "p_rope", "nope"] = "default"  # rotary embeddings
     slowest: int | None = None  # of p_rope, if not its usual one
+    intermediate: int | None = None  # width of the MLP, if not the preset's
+    decays_sinks: bool = False  # weight decay acts on sinks and scales too, as it did in the first runs
+    shared_start: bool = False  # weights that softmax has too are drawn first: those of a seed are the same for all
 
     @property
     def name(self) -> str:
@@ -46,12 +56,14 @@ class Student:
         changes: dict[str, Any] = {"rope_parameters": positions}
         if recipe.vocab_size is not None:
             changes["vocab_size"] = recipe.vocab_size
+        if self.intermediate is not None:
+            changes["intermediate_size"] = self.intermediate
         return preset(recipe.student, self.attention, qk_norm=self.qk_norm, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"attention": self.attention.to_dict()}
-        # Runs that were made before there was such a field must compare equal.
-        return {name: value for name, value in fields.items() if name != "slowest" or value is not None}
+        # Runs that were made before there were such fields must compare equal.
+        return {name: value for name, value in fields.items() if name not in _BEFORE or value != _BEFORE[name]}
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,8 @@ class Group:
 
     def is_analysed(self, student: Student) -> bool:
         """Figures compare students of one seed at one rate."""
-        return self.recipe.seed == SEEDS[0] and student.learning_rate == COMMON_RATE and self.table != "noise"
+        is_shown = self.table not in ("noise", CONTROLS)
+        return is_shown and self.recipe.seed == SEEDS[0] and student.learning_rate == COMMON_RATE
 
     def __post_init__(self) -> None:
         if len({student.name for student in self.students}) < len(self.students):
@@ -127,7 +140,9 @@ def groups(recipe: Recipe) -> list[Group]:
     def named(names: tuple[str, ...], rates: tuple[float, ...]) -> tuple[Student, ...]:
         specs = {name: at_length(variant(name), recipe.sequence_length) for name in names}
         return tuple(
-            Student(variant=name, attention=spec, learning_rate=rate) for rate in rates for name, spec in specs.items()
+            Student(variant=name, attention=spec, learning_rate=rate, **RECORDED)
+            for rate in rates
+            for name, spec in specs.items()
         )
 
     (first, second, third), (fourth, fifth) = SEEDS, MORE_SEEDS
@@ -155,8 +170,8 @@ def groups(recipe: Recipe) -> list[Group]:
         group("a-core", "a", fifth, named(CORE, up_to_common)),
         group("noise", "noise", fifth, named(("softmax", "affine"), (PAPER_RATE,))),
         *(group("a-sweep", "a", seed, named(every, (SWEPT_RATE, HIGH_RATE))) for seed in others),
-        *(group("c", "c", seed, a_open) for seed in others),
-        *(group("d", "d", seed, lengthy) for seed in others),
+        *(group("8-c", "c", seed, a_open) for seed in others),
+        *(group("8-d", "d", seed, lengthy) for seed in others),
     ]
 
 
@@ -180,7 +195,7 @@ def ablations(length: int) -> tuple[Student, ...]:
         "affine, no beta": {"beta": False},
     }
     base = Affine(length=length)
-    common: dict[str, Any] = {"learning_rate": COMMON_RATE}
+    common: dict[str, Any] = {"learning_rate": COMMON_RATE} | RECORDED
     students = (
         Student(variant=name, attention=AttentionSpec(affine=replace(base, **change)), **common)
         for name, change in changes.items()
@@ -205,6 +220,6 @@ def distances(length: int, slowest: int | None = None) -> tuple[Student, ...]:
         ),
     }
     return tuple(
-        Student(variant=name, attention=spec, learning_rate=COMMON_RATE, qk_norm=True, **positions)
+        Student(variant=name, attention=spec, learning_rate=COMMON_RATE, qk_norm=True, **RECORDED, **positions)
         for name, (spec, positions) in rows.items()
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, get_scheduler, set_seed
 
 from affine_attn.core.alpha import alpha_gates, track_alpha
+from affine_attn.core.layer import head_parameters
+from affine_attn.core.spec import AttentionSpec
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
 from affine_attn.distill.losses import Logits, Loss, Teacher, chunked_loss
@@ -34,7 +37,8 @@ class Learner:
         self.student, self.recipe = student, recipe
         set_seed(recipe.seed)
         self.model = _new_model(student, recipe, device) if model is None else model.train()
-        self.optimizer = new_optimizer(self.model, recipe, torch.tensor(student.learning_rate, device=device))
+        rate = torch.tensor(student.learning_rate, device=device)
+        self.optimizer = new_optimizer(self.model, recipe, rate, student.decays_sinks)
         track_alpha(self.model, self.optimizer)
         self.schedule: Any = get_scheduler(
             "warmup_stable_decay",
@@ -100,12 +104,27 @@ class Learner:
 
 
 def _new_model(student: Student, recipe: Recipe, device: torch.device) -> AffineAttnForCausalLM:
-    model: Any = AffineAttnForCausalLM(student.config(recipe)).to(device)  # pyright: ignore[reportArgumentType]
+    model: Any = _with_shared_start(student, recipe) if student.shared_start else _drawn(student, recipe)
+    model = model.to(device)
     if student.w_a == "zeros":
         for gate in alpha_gates(model):
             nn.init.zeros_(gate.w_a)
     if recipe.compile:
         compile_layers(model)
+    return model
+
+
+def _drawn(student: Student, recipe: Recipe) -> AffineAttnForCausalLM:
+    return AffineAttnForCausalLM(student.config(recipe))
+
+
+def _with_shared_start(student: Student, recipe: Recipe) -> AffineAttnForCausalLM:
+    """What a seed gives to softmax, and after that what the student has besides, or in another shape."""
+    plain = _drawn(replace(student, attention=AttentionSpec(), intermediate=None), recipe).state_dict()
+    model = _drawn(student, recipe)
+    own = model.state_dict()
+    shared = {name: tensor for name, tensor in plain.items() if name in own and own[name].shape == tensor.shape}
+    model.load_state_dict(own | shared)
     return model
 
 
@@ -129,12 +148,14 @@ def loss_of(
         )
 
 
-def new_optimizer(model: nn.Module, recipe: Recipe, rate: Tensor) -> torch.optim.Optimizer:
-    """AdamW as Trainer sets it up: norms and biases do not decay. Its rate is a tensor, which a CUDA graph reads anew
-    at every step."""
+def new_optimizer(model: nn.Module, recipe: Recipe, rate: Tensor, decays_sinks: bool = False) -> torch.optim.Optimizer:
+    """AdamW as DistillTrainer sets it up: norms and biases do not decay, sinks and scales only where it is asked for.
+    Its rate is a tensor, which a CUDA graph reads anew at every step."""
     parts: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
+    spared = set() if decays_sinks else head_parameters(model)
     for name, parameter in model.named_parameters():
-        parts[0.0 if "norm" in name or "bias" in name else recipe.weight_decay].append(parameter)
+        is_spared = "norm" in name or "bias" in name or name in spared
+        parts[0.0 if is_spared else recipe.weight_decay].append(parameter)
     entries = [{"params": parameters, "weight_decay": decay} for decay, parameters in parts.items()]
     betas = (recipe.beta1, recipe.beta2)
     return torch.optim.AdamW(entries, rate, betas=betas, fused=True, capturable=rate.is_cuda)

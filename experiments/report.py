@@ -1,22 +1,25 @@
-"""Writes the tables (CSV), the figures and the generated parts of docs/reproduction.md from run folders."""
+"""Writes the tables (CSV), the figures and the generated parts of README.md and docs/ from run folders."""
 
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import rewrite
-from experiments import claims, figures, grid, page, tables
+from experiments import claims, contrasts, figures, grid, page, tables
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT, README = ROOT / "docs" / "reproduction.md", ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("reproduction*.md")))
+_MARK = re.compile(r"<!-- (\w+): python -m experiments tables -->")
+_NOT_RUN = "Nothing has been run yet."
 
 
-def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: Path = README) -> Iterator[Path]:
+def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENTS) -> Iterator[Path]:
     """Each file as it is written."""
     runs = sorted(read_runs(root), key=lambda run: (grid.place(run.variant), run.rate, run.seed))
     if not runs:
@@ -28,61 +31,64 @@ def write_report(root: Path, results: Path, document: Path = DOCUMENT, readme: P
     c, d = tables.table_c(runs), tables.table_d(runs)
     lengths = [name for name in (d[0] if d else ()) if name.startswith(("ce_", "needle_"))]
     per_run = {"table_a": tables.table_a(of_a, bigram), "table_b": b, "table_c": c, "table_d": d, "noise": floor}
+    per_run["controls"] = tables.controls(runs)
+    compared = contrasts.losses(runs)
     summaries = {
         "table_a": tables.summary_a(of_a),
         "table_b": tables.summary_b(b),
         "table_c": tables.summary(c, ("kd_loss", "grad_variance"), "affine"),
         "table_d": tables.summary(d, lengths, "rope"),
         "noise": floor,
+        "controls": compared,
     }
     for name, rows in per_run.items():
         yield _write_csv(results / f"{name}.csv", rows)
         if summaries[name] is not rows:
             yield _write_csv(results / f"{name}_summary.csv", summaries[name])
-    is_noise = noise_by_column(floor)
     # Six measures of table D: their differences to rope would make it too wide to read.
     narrow = [
         {x: row[x] for x in row if " difference" not in x and not x.endswith(" p")} for row in summaries["table_d"]
     ]
-    shown = summaries | {"table_d": narrow}
-    parts = {name: markdown(rows, is_noise) or "Nothing has been run yet." for name, rows in shown.items()}
+    shown = summaries | {"table_d": narrow, "zero_shot": tables.zero_shot(of_a)}
+    shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
+    shown |= {"variances": contrasts.variances(runs), "leads": tables.leads(of_a), "spread": tables.spread(of_a)}
+    del shown["controls"]
+    parts = {name: markdown(rows) or _NOT_RUN for name, rows in shown.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)
-    # Its differences are of accuracies, which the noise floor of losses says nothing about.
-    parts["zero_shot"] = markdown(tables.zero_shot(of_a)) or "Nothing has been run yet."
+    parts |= {f"control_{n}": _control(compared, n) for n in sorted({row["control"] for row in compared})}
     parts["runs"] = cost(runs)
-    parts["claims"] = markdown(claims.judged(of_a, floor))
-    document.write_text(rewrite(document.read_text(), parts))
-    yield document
-    short = markdown(tables.short(summaries["table_a"], summaries["table_b"]), is_noise)
-    loss = tables.noise_floor(floor, "kd_difference")
-    variance = math.exp(tables.noise_floor(floor, "log_variance_difference", grid.PAPER_RATE))
-    at = f"at {grid.PAPER_RATE:g}"
-    known = f"{_number(loss)} in loss, a factor of {_number(variance)} in gradient variance {at}"
-    short += f"\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
-    readme.write_text(rewrite(readme.read_text(), {"reproduction": short}))
-    yield readme
+    parts["reproduction"] = _short(summaries, floor)
+    for document in documents:
+        text = document.read_text()
+        yield _rewritten(document, text, {name: parts[name] for name in _MARK.findall(text)})
     yield from figures.draw(of_a, results)
     yield from figures.draw_lengths(runs, results)
     yield from page.draw(runs, results / "figures")
 
 
-def noise_by_column(noise: Sequence[Row]) -> dict[str, Callable[[Row, str], bool]]:
-    """Whether a row's value in a column is no larger than its noise floor; columns that have none are not there."""
-
-    def of_loss(row: Row, name: str) -> bool:
-        return abs(row[name]) <= tables.noise_floor(noise, "kd_difference", row.get("lr"))
-
-    def of_variance(row: Row, name: str) -> bool:
-        rate = grid.PAPER_RATE if name == tables.STEADINESS else row["lr"]
-        return abs(math.log(row[name])) <= tables.noise_floor(noise, "log_variance_difference", rate)
-
-    losses = dict.fromkeys(("difference", "kd_loss difference"), of_loss)
-    return losses | dict.fromkeys(("ratio", tables.STEADINESS), of_variance)
+def _rewritten(document: Path, text: str, parts: dict[str, str]) -> Path:
+    document.write_text(rewrite(text, parts))
+    return document
 
 
-def markdown(rows: Sequence[Row], is_noise: Mapping[str, Callable[[Row, str], bool]] = {}) -> str:
-    """Intervals in one cell; what is below the noise floor of its column is said to be."""
+def _short(summaries: dict[str, list[Row]], floor: list[Row]) -> str:
+    loss = tables.noise_floor(floor, "kd_difference")
+    variance = math.exp(tables.noise_floor(floor, "log_variance_difference", grid.PAPER_RATE))
+    at = f"at {grid.PAPER_RATE:g}"
+    known = f"{_number(loss)} in loss, a factor of {_number(variance)} in gradient variance {at}"
+    table = markdown(tables.short(summaries["table_a"], summaries["table_b"]))
+    return f"{table}\n\nNoise floor, one run against itself run again: {known if floor else 'not measured yet'}."
+
+
+def _control(compared: Sequence[Row], number: int) -> str:
+    """What a control was asked for; primary comparisons are those with a corrected p."""
+    rows = [{x: row[x] for x in row if x not in ("control", "primary")} for row in compared if row["control"] == number]
+    return markdown([row for row in rows if row["n"]]) or _NOT_RUN
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Intervals in one cell."""
     if not rows:
         return ""
     hidden = ("commit", "torch", "device", "run", "steps", "minutes")
@@ -90,7 +96,7 @@ def markdown(rows: Sequence[Row], is_noise: Mapping[str, Callable[[Row, str], bo
     names = [name for name in names if not name.endswith((" low", " high"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
-        lines.append(f"| {' | '.join(_cell(row, name, is_noise) for name in names)} |")
+        lines.append(f"| {' | '.join(_cell(row, name) for name in names)} |")
     return "\n".join(lines)
 
 
@@ -115,21 +121,19 @@ def _tokens(run: Run) -> int:
     return (run.diverged_step or recipe["steps"]) * recipe["global_batch"] * recipe["sequence_length"]
 
 
-def _cell(row: Row, name: str, is_noise: Mapping[str, Callable[[Row, str], bool]]) -> str:
+def _cell(row: Row, name: str) -> str:
     value = row.get(name)
     text = _number(value)
     low, high = row.get(f"{name} low"), row.get(f"{name} high")
     if low is not None and math.isfinite(low):
         text += f" [{_number(low)}, {_number(high)}]"
-    if value is not None and name in is_noise and is_noise[name](row, name):
-        text += " (noise)"
     return text
 
 
 def _number(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> Path:

@@ -5,6 +5,7 @@ import math
 import resource
 import shutil
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.models import AffineAttnForCausalLM, preset
 from experiments import (
     carry_out,
+    contrasts,
+    controls,
     grid,
     learner,
     needles,
     page,
     replay,
+    report,
     runs,
     side_by_side,
     tables,
@@ -428,13 +432,99 @@ def test_prepare_keeps_the_given_split(tmp_path):
     assert {path.name for path in (tmp_path / "out").glob("*.bin")} == {"train-00000.bin", "valid-00000.bin"}
 
 
+def test_sinks_and_scales_do_not_decay(data, tmp_path):
+    """Trainer would multiply a sink by 0.4 over the paper's 9000 steps; W_a is a matrix like any other. Runs that were
+    made before decay them too, and say so."""
+    from affine_attn.distill.run import training_arguments
+    from affine_attn.distill.trainer import DistillTrainer
+
+    spec = replace(variant("logn"), sink="learned", affine=Affine(length=LENGTH), gate="learned")
+    chosen = tiny(data)
+    model = AffineAttnForCausalLM(preset("nano", spec, vocab_size=VOCAB))
+    theirs = DistillTrainer(model, training_arguments(chosen, tmp_path), TokenShards(data, LENGTH))
+    decays = {id(p): entry["weight_decay"] for entry in theirs.create_optimizer().param_groups for p in entry["params"]}
+    attention = "model.layers.1.self_attn."
+    of = {name.removeprefix(attention): decays[id(p)] for name, p in model.named_parameters() if attention in name}
+    assert {name for name, decay in of.items() if decay == 0} == {"sinks", "logn_scale", "gate_scale"}
+    assert of["alpha.w_a"] == of["q_proj.weight"] == chosen.weight_decay
+
+    before = learner.new_optimizer(model, chosen, torch.tensor(1e-3), **grid.RECORDED)
+    (kept,) = [entry["params"] for entry in before.param_groups if entry["weight_decay"] == 0]
+    assert {id(p) for p in kept} == {id(p) for name, p in model.named_parameters() if "norm" in name}
+    told = [student.to_dict() for group in grid.groups(chosen) for student in group.students]
+    assert not any("decays_sinks" in entry for entry in told), "what all runs so far had is not written down anew"
+
+
+def test_students_of_a_seed_share_weights_with_softmax(recipe):
+    """What softmax lacks is drawn last, so that a pair of one seed differs in it alone."""
+
+    def started(student: grid.Student) -> dict[str, torch.Tensor]:
+        return learner.Learner(student, recipe, torch.device("cpu")).model.state_dict()
+
+    softmax, gated = (controls._student(name, recipe, 1e-3) for name in ("softmax", "gated"))
+    plain, own = started(softmax), started(gated)
+    assert plain.keys() < own.keys()
+    assert all(torch.equal(plain[name], own[name]) for name in plain)
+    drawn = {name: tensor for name, tensor in own.items() if name not in plain}
+    assert all(0.01 < tensor.std() < 0.03 for tensor in drawn.values())
+    before = started(replace(softmax, shared_start=False))
+    assert all(torch.equal(plain[name], before[name]) for name in before), "softmax of a seed is what it always was"
+    wider = started(replace(gated, intermediate=160))
+    assert torch.equal(wider["model.layers.0.self_attn.q_proj.weight"], plain["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, monkeypatch):
+    """At toy size: what table A has is trained too, and each comparison finds its runs."""
+    from experiments import __main__ as command
+
+    monkeypatch.setattr(controls, "SEEDS", (1, 2))
+    monkeypatch.setattr(controls, "MORE_SEEDS", ())
+    monkeypatch.setattr(tables, "SEVERAL_SEEDS", 2)
+    monkeypatch.setattr(contrasts, "SEVERAL_SEEDS", 2)
+    monkeypatch.setattr(controls, "WIDER", 160)
+    toy = {"statistics_steps": 0, "warmup_steps": 1}
+    monkeypatch.setattr(grid, "base_recipe", lambda data, teacher: tiny(data, teacher=teacher, **toy))
+    base, of_a = tiny(data, teacher=str(teacher), **toy), tmp_path / "runs"
+    for seed in (1, 2):
+        groups = [
+            a_group(replace(base, seed=seed), "softmax", "sink", "affine", "gated", rate=rate)
+            for rate in contrasts.TABLE_RATES
+        ]
+        for number, group in enumerate(groups):
+            own = replace(group, name=f"a-{number}-seed{seed}")
+            side_by_side.train(own, carry_out._teacher(base), of_a / own.name, math.inf, {"commit": "0" * 40})
+    place = ("run", "--data", str(data), "--teacher", str(teacher), "--output", str(of_a), "--commit", "0" * 40)
+    for number in range(1, 8):
+        monkeypatch.setattr("sys.argv", ["experiments", *place, "--only", f"{number}-"])
+        assert command.main() == 0
+    found = list(runs.read_runs(of_a))
+    rows = contrasts.losses(found)
+    assert {row["outcome"] for row in rows} <= {"better", "worse", "open"}
+    assert {row["n"] for row in rows} == {2}
+    assert len(tables.controls(found)) == sum(run.table == grid.CONTROLS for run in found) > 70
+    (row,) = [row for row in rows if row["comparison"] == "affine against softmax x 0.5" and row["lr"] == "0.003"]
+    loss = {(run.variant, run.rate, run.seed): run.valid["kd"] for run in found if run.table in ("a", grid.CONTROLS)}
+    by_hand = [loss["affine", 3e-3, seed] - loss["softmax x 0.5", 3e-3, seed] for seed in (1, 2)]
+    assert row["difference"] == pytest.approx(sum(by_hand) / 2)
+    shares = contrasts.shares(found)
+    assert len(shares) == 16
+    assert len(contrasts.variances(found)) == 8
+    pages = [tmp_path / path.name for path in report.DOCUMENTS]
+    for copied, original in zip(pages, report.DOCUMENTS, strict=True):
+        copied.write_text(original.read_text())
+    written = report.write_report(of_a, tmp_path / "results", pages)
+    assert {path.name for path in islice(written, 12 + len(pages))} >= {"controls.csv", "controls_summary.csv"}
+    text = (tmp_path / "reproduction-controls.md").read_text()
+    assert "Nothing has been run yet" not in text.split("## Results")[1]
+
+
 def test_the_grid_still_knows_the_runs_that_were_made():
     """A student that changes needs another name, or its finished run would be refused."""
-    results = Path(__file__).parent.parent / "experiments" / "results" / "runs"
+    results, recipe = report.ROOT / "experiments" / "results" / "runs", grid.base_recipe("data", "teacher")
     made = {folder.parent for folder in results.glob("*/*/result.json")}
     known = {
         results / group.name / student.name: (group, student)
-        for group in grid.groups(grid.base_recipe("data", "teacher"))
+        for group in grid.groups(recipe) + controls.groups(recipe)
         for student in group.students
     }
     assert made <= set(known)

@@ -9,7 +9,7 @@ from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope, rotate
-from affine_attn.core.spec import GATES, AttentionSpec, LogN
+from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, Gate, LogN
 from affine_attn.core.variants import variant
 
 
@@ -73,10 +73,16 @@ class AttentionLayer(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.alpha = AlphaGate(dim, heads, self.spec.affine, init_std) if self.spec.affine else None
         self.sinks = nn.Parameter(torch.empty(heads)) if self.spec.sink == "learned" else None
-        gate = GATES[self.spec.gate] if self.spec.gate else None
+        gate = self.projected_gate
         self.attn_gate = nn.Linear(dim, width if gate.per_channel else heads, bias=False) if gate else None
+        self.gate_scale = nn.Parameter(torch.empty(heads)) if self.spec.gate == "learned" else None
         self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.logit, LogN) else None
         self.reset_parameters()
+
+    @property
+    def projected_gate(self) -> Gate | None:
+        """The gate if it is one of W_g x, not of numbers alone."""
+        return GATES.get(self.spec.gate) if isinstance(self.spec.gate, str) else None
 
     def reset_parameters(self) -> None:
         for module in self.children():
@@ -90,6 +96,10 @@ class AttentionLayer(nn.Module):
             nn.init.normal_(self.sinks, std=self.init_std)
         if self.logn_scale is not None and isinstance(self.spec.logit, LogN):
             nn.init.constant_(self.logn_scale, self.spec.logit.start)
+        if self.attn_gate is not None and self.projected_gate is not None and self.projected_gate.starts_at_zero:
+            nn.init.zeros_(self.attn_gate.weight)
+        if self.gate_scale is not None:
+            nn.init.constant_(self.gate_scale, LEARNED_GATE)
 
     def forward(
         self,
@@ -151,11 +161,15 @@ class AttentionLayer(nn.Module):
         if self.alpha is not None:
             alpha = self.alpha(x, None if mask.padding is None else mask.padding[:, -x.shape[1] :])
             beta = self.alpha.beta(alpha, mask, k.shape[2])
-        if self.gate is not None and self.attn_gate is not None:
+        if isinstance(self.gate, str) and self.attn_gate is not None:
             activation = GATES[self.gate].activation
             # The heads of q, not of the spec: under tensor parallelism a rank has only its own.
             gate = activation(self.attn_gate(x))
             gate = _split(gate, gate.shape[-1] // q.shape[1]).transpose(1, 2)
+        elif self.gate_scale is not None:
+            gate = self.gate_scale.float()[:, None, None] * _ones(q)
+        elif self.gate is not None:
+            gate = self.gate * _ones(q)
         if self.logn_scale is not None:
             q = q * self.logn_scale.to(q.dtype)[:, None, None]
         sink = self.sinks if self.sink == "learned" else self.sink
@@ -163,6 +177,22 @@ class AttentionLayer(nn.Module):
             "q": q, "k": k, "v": v, "mask": mask, "logit": self.logit,
             "sink": sink, "alpha": alpha, "beta": beta, "gate": gate,
         }  # fmt: skip
+
+
+def head_parameters(model: nn.Module) -> set[str]:
+    """Names of learned sinks and scales, a number per head: weight decay would pull them to a value that means
+    something else than "off", a sink to one more key with a score of 0, a scale to an attention that says nothing."""
+    return {
+        name
+        for prefix, module in model.named_modules()
+        if isinstance(module, AttentionLayer)
+        for name, _ in module.named_parameters(prefix, recurse=False)
+    }
+
+
+def _ones(q: Tensor) -> Tensor:
+    """A gate of 1 for every row, fp32: one that does not depend on x scales it."""
+    return torch.ones(*q.shape[:3], 1, dtype=torch.float32, device=q.device)
 
 
 def _split(x: Tensor, size: int) -> Tensor:

@@ -130,9 +130,21 @@ class Gate(NamedTuple):
 
     per_channel: bool
     activation: Callable[[Tensor], Tensor]
+    starts_at_zero: bool = False  # W_g, so that every gate is activation(0) until it is trained
 
 
-GATES: dict[str, Gate] = {"elementwise": Gate(True, torch.sigmoid), "headwise": Gate(False, torch.sigmoid)}
+def twice_sigmoid(x: Tensor) -> Tensor:
+    """2 sigmoid(x), which is 1 at 0."""
+    return 2 * torch.sigmoid(x)
+
+
+GATES: dict[str, Gate] = {
+    "elementwise": Gate(True, torch.sigmoid),
+    "headwise": Gate(False, torch.sigmoid),
+    # The identity at the start. Like all gates in fp32 where x is not in 16 bits.
+    "headwise_identity": Gate(False, twice_sigmoid, starts_at_zero=True),
+}
+LEARNED_GATE = 0.5  # where a learned gate starts, as alpha does
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ class AttentionSpec:
     logit: Logit | None = None
     sink: float | Literal["learned"] | None = None  # 0.0 is off-by-one softmax; "learned": one per head
     affine: Affine | None = None
-    gate: str | None = None  # a key of GATES
+    gate: str | float | None = None  # a key of GATES; without input: a number for all, "learned": one per head
 
     def __post_init__(self):
         if self.logit is not None and type(self.logit) not in _LOGITS.values():
@@ -185,8 +197,9 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
             raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
-        if self.gate not in [None, *GATES]:
-            raise ValueError(f"AttentionSpec: gate must be None or one of {list(GATES)}, got {self.gate!r}")
+        if not (is_number(self.gate) or self.gate in [None, "learned", *GATES]):
+            allowed = ["learned", *GATES]
+            raise ValueError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_dict` is its inverse."""

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from affine_attn.core.alpha import track_alpha
+from affine_attn.core.layer import head_parameters
 from affine_attn.distill.cache import CachedShards, cached_target
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.estimate import size_of
@@ -112,6 +113,11 @@ class DistillTrainer(Trainer):
         model: Any = self.accelerator.unwrap_model(self.model)
         model.__dict__.pop("forward", None)
         return model
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Trainer's, which are all but norms and biases, without learned sinks and scales."""
+        spared = head_parameters(model)
+        return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
     def train(self, *args: Any, **others: Any) -> Any:
         if self.args.should_save:

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope
-from affine_attn.core.spec import AttentionSpec, ScaleInvariant
+from affine_attn.core.spec import GATES, AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
 from affine_attn.models.interface import NAME
 
@@ -97,7 +97,7 @@ class AffineAttnConfig(LlamaConfig):
         styles = {
             "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
-            "attn_gate": "colwise" if any(spec.gate for spec in specs) else None,
+            "attn_gate": "colwise" if any(spec.gate in list(GATES) for spec in specs) else None,
             "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
         }
         plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items()}

@@ -25,7 +25,7 @@ from affine_attn.core.dispatch import attention
 from affine_attn.core.layer import AttentionLayer
 from affine_attn.core.reference import run_with_weights
 from affine_attn.core.rope import rotate
-from affine_attn.core.spec import LogN
+from affine_attn.core.spec import LEARNED_GATE, LogN
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.interface import PreparedMask, decoder_mask
 from affine_attn.models.streaming import StreamingCache
@@ -161,6 +161,14 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
                 init.normal_(module.sinks, std=std)
             if module.logn_scale is not None and isinstance(module.spec.logit, LogN):
                 init.constant_(module.logn_scale, module.spec.logit.start)
+            if (
+                module.attn_gate is not None
+                and module.projected_gate is not None
+                and module.projected_gate.starts_at_zero
+            ):
+                init.zeros_(module.attn_gate.weight)
+            if module.gate_scale is not None:
+                init.constant_(module.gate_scale, LEARNED_GATE)
 
 
 class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
