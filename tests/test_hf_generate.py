@@ -1,8 +1,12 @@
 """Generation: with a cache, in any order and layout, the tokens are those of the full forward."""
 
+import copy
+
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_for_generation
 
 from affine_attn import VARIANTS
 from tests.hf import left_padded, tiny_model
@@ -162,3 +166,18 @@ def test_decoding_with_a_static_cache_compiles_once():
             mask, positions = extended(mask, ids), torch.cat((positions, positions[:, -1:] + 1), 1)
     assert torch.equal(ids, expected)
     assert graphs[-1] == graphs[2], f"graphs compiled so far, step by step: {graphs}"
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one_token", "several_tokens"])
+def test_prefill_and_decoding_with_a_static_cache_are_exported(several):
+    """As transformers' exporter captures them from ``generate``, left-padded; it takes tensors and caches alone."""
+    model = tiny_model("affine", num_hidden_layers=1)
+    tokens, mask = left_padded()
+    settings = GenerationConfig(cache_implementation="static", max_length=20, do_sample=False)
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    for piece, arguments in decompose_for_generation(model, inputs, settings, several).values():
+        with torch.no_grad():
+            expected = piece(**copy.deepcopy(arguments)).logits
+            exported = DynamoExporter().export(piece, arguments, DynamoConfig(dynamic=several))
+            logits = exported.module()(**copy.deepcopy(arguments)).logits
+        torch.testing.assert_close(logits[:, -1], expected[:, -1], rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers import initialization as init
@@ -230,12 +231,16 @@ class AffineAttnForCausalLM(AffineAttnPreTrainedModel, LlamaForCausalLM):
 
     @staticmethod
     def create_masks_for_generate(
-        config: AffineAttnConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: Tensor | None = None,
-        **_,
-    ) -> PreparedMask:
-        """``generate`` calls it before a compiled forward, so that only tensors of one shape enter that."""
-        return decoder_mask(inputs_embeds, attention_mask, past_key_values, position_ids)
+        inputs_embeds: Tensor, attention_mask: Tensor, past_key_values: Cache, **_
+    ) -> Tensor | None:
+        """The mask of a prompt as it is; for a single token the padding of all slots, or None where all are real.
+
+        ``generate`` calls it before a forward with a static cache. That of a single token may be compiled: tensors of
+        one shape enter it and nothing else, as exporters want it too. The forward makes its ``Mask`` of them.
+        """
+        if inputs_embeds.shape[1] > 1:
+            return attention_mask
+        if bool(attention_mask.all()):
+            return None
+        slots, _ = past_key_values.get_mask_sizes(1, 0)
+        return F.pad(attention_mask, (0, max(slots - attention_mask.shape[1], 0)), value=1)
