@@ -156,13 +156,78 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.layer, x.clone().requires_grad_(), use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+def _each_kind(name: str):
+    return pytest.mark.parametrize(name, [False, True], ids=["non_reentrant", "reentrant"])
+
+
+@_each_kind("use_reentrant")
 @pytest.mark.parametrize("sizes", [[4], [1, 3]], ids=str)
 def test_activation_checkpointing_does_not_change_the_average(use_reentrant, sizes):
     layer, x = _layer(), torch.randn(4, 5, DIM)
     model = _Checkpointed(layer, use_reentrant)
     _step(model, list(x.split(sizes)), _tracked_sgd(model))
     torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x))
+
+
+@_each_kind("use_reentrant")
+def test_micro_batches_that_are_checkpointed_count_once_as_the_others_do(use_reentrant):
+    layer, x = _layer(), torch.randn(4, 5, DIM)
+    model = _Checkpointed(layer, use_reentrant)
+    optimizer = _tracked_sgd(layer)
+    for run, part in zip((layer, model), x.split([1, 3]), strict=True):
+        run(part).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.alpha.alpha_ma, 0.1 * _mean_alpha(layer.alpha, x))
+
+
+@_each_kind("outer")
+@_each_kind("inner")
+def test_checkpoints_inside_of_checkpoints_count_once(outer, inner):
+    layer, x = _layer(), torch.randn(4, 5, DIM)
+    _Checkpointed(_Checkpointed(layer, inner), outer)(x).square().sum().backward()
+    assert layer.alpha._count.tolist() == [20] * HEADS
+
+
+@_each_kind("use_reentrant")
+def test_a_function_of_ones_own_may_be_what_asks_for_the_recomputation(use_reentrant):
+    """The region ends with the attention, whose backward is such a function; nothing before it saves a tensor."""
+    layer, x = _layer(), torch.randn(2, 5, DIM)
+
+    def attended(x: Tensor) -> Tensor:
+        return layer.attend(x, *layer.project(x), Mask())
+
+    _Checkpointed(attended, use_reentrant)(x).sum().backward()
+    assert layer.alpha._count.tolist() == [10] * HEADS
+
+
+@_each_kind("use_reentrant")
+def test_steps_inside_of_the_backward_commit_after_it(use_reentrant):
+    """An optimizer for each parameter, that steps as soon as its gradient is there: earlier layers are recomputed only
+    then, and must see the average of their forward."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(_layer(length=1) for _ in range(3))
+    x, gradients, averages, sums = torch.randn(2, 5, DIM), [], [], []
+    for checkpointed in (False, True):
+        model = copy.deepcopy(layers)
+        for layer in model:
+            layer.alpha.alpha_ma.fill_(0.5)
+        expected = torch.stack([layer.alpha.alpha_ma for layer in model])
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], lr=0.0)
+            track_alpha(model, optimizer)
+            p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        y = x
+        for layer in model:
+            y = _Checkpointed(layer, use_reentrant)(y) if checkpointed else layer(y)
+        assert torch.equal(expected, torch.stack([layer.alpha.alpha_ma for layer in model]))
+        y.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        averages.append([layer.alpha.alpha_ma for layer in model])
+        sums.append([layer.alpha._count.sum().item() for layer in model])
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*averages)
+    assert sums == [[0, 0, 0]] * 2
+    assert all((average != 0.5).all() for average in averages[0])
 
 
 def test_padding_tokens_are_not_averaged():
@@ -271,6 +336,25 @@ def test_a_batch_that_was_left_out_does_not_ruin_the_average(bad):
     assert layer.alpha.alpha_ma.tolist() == [0.25] * HEADS
     _step(layer, [x], optimizer)
     torch.testing.assert_close(layer.alpha.alpha_ma, 0.9 * torch.tensor(0.25) + 0.1 * _mean_alpha(layer.alpha, x))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_grad_scaler_skips_commits_nothing(fused):
+    """What it counted joins the next step, whichever optimizer it is; a fused one is called and skips by itself."""
+    gate, (bad, good) = _gate(start=0.25), torch.randn(2, 2, 3, DIM)
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=0.1, fused=fused)
+    track_alpha(gate, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before, mean = gate.w_a.detach().clone(), _mean_alpha(gate, torch.cat((bad, good))).detach()
+    for x, factor in ((bad, float("inf")), (good, 1.0)):
+        assert torch.equal(gate.w_a, before)
+        assert gate.alpha_ma.tolist() == [0.25] * HEADS
+        optimizer.zero_grad()
+        scaler.scale(factor * gate(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(gate.w_a, before)
+    torch.testing.assert_close(gate.alpha_ma, 0.9 * torch.tensor(0.25) + 0.1 * mean)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -482,6 +566,26 @@ def test_a_proper_loop_is_not_warned(loop):
         loop(_gate())
 
 
+def test_gates_may_count_while_an_optimizer_of_something_else_steps():
+    """The hook that watches for steps is that of all optimizers, and threads make gates while it looks through them."""
+    gates = [_gate() for _ in range(50)]
+    unrelated = torch.optim.SGD(nn.Linear(DIM, 1).parameters(), lr=0.1)
+    for gate in gates:
+        gate(torch.randn(1, 2, DIM))
+
+    class Meddling(type(gates[0])):
+        """Stands for another thread: it counts a token of a new gate at the moment it is looked at."""
+
+        def __getattribute__(self, name: str):
+            if name == "_weight_version":
+                gates.append(_gate())
+                gates[-1](torch.randn(1, 2, DIM))
+            return super().__getattribute__(name)
+
+    gates[0].__class__ = Meddling
+    unrelated.step()
+
+
 RANKS, STEPS = 2, 3
 
 
@@ -510,6 +614,10 @@ def _rank(rank: int, folder: str) -> None:
     for broadcast_buffers in (True, False):
         model = DistributedDataParallel(_small_model(), broadcast_buffers=broadcast_buffers)
         averages.append(_train(model, _data().chunk(RANKS, 1)[rank]))
+        # A step that one rank leaves out is left out by all.
+        model(_data()[0])
+        commit_alpha(model, found_inf=torch.tensor(float(rank)))
+        assert torch.equal(averages[-1], torch.stack([gate.alpha_ma for gate in alpha_module.alpha_gates(model)]))
     torch.save(averages, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -1,19 +1,20 @@
 """Affine scaling's alpha: the gate, its moving average, and the one commit per optimizer step.
 
 A training forward only adds to a local (sum, count). ``track_alpha(model, optimizer)`` turns the sums of all layers
-into one all-reduce and one update after each optimizer step: use, then update. So micro-batches, activation
-recomputation (sum and count grow together) and data-parallel ranks cannot skew the average.
+into one all-reduce and one update after each optimizer step: use, then update. So micro-batches and data-parallel ranks
+cannot skew the average. Activation recomputation adds nothing, and sees the average that its forward saw.
 """
 
 import functools
 import warnings
 from typing import Any, Literal
-from weakref import ReferenceType, WeakSet
+from weakref import ReferenceType, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from affine_attn.core.masks import Mask
@@ -96,7 +97,7 @@ class AlphaGate(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        """What was counted: it is committed, or of weights that are no more."""
+        """What was counted, of weights that are no more."""
         self._sum.zero_()
         self._count.zero_()
         self._weight_version = None
@@ -112,7 +113,7 @@ class AlphaGate(nn.Module):
         # Rows of one head side by side, as the kernels read them.
         alpha = self.alpha_range * ACTIVATIONS[self.phi](logits).transpose(1, 2).contiguous()
         # In this order a compiled decoding step never asks for ``training``, which it would check at every token.
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled() and self.training and (torch.compiler.is_compiling() or not _is_repeated()):
             self._accumulate(alpha.detach(), valid)
         return alpha
 
@@ -167,7 +168,7 @@ class AlphaGate(nn.Module):
             self._warned = True  # once is enough
         self._weight_version = version
         _watch_steps()
-        _uncommitted.add(self)
+        _uncommitted[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, in memory or in a file, that no optimizer commits."""
@@ -190,8 +191,22 @@ class AlphaGate(nn.Module):
         self._forget()
 
 
-# Gates that counted tokens which no optimizer will commit by itself.
-_uncommitted: WeakSet[AlphaGate] = WeakSet()
+def _is_repeated() -> bool:
+    """Whether this forward repeats a counted one: in a backward, for what non-reentrant checkpointing has dropped.
+
+    Other kinds repeat inside of a function's backward what its forward ran without gradients, and did not count.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or not isinstance(node, BackwardCFunction):
+        return node is not None
+    # A function that asks for what it saved may start the repetition, too.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
+
+
+# Gates that counted tokens which no optimizer will commit by itself, by their id: a set cannot be looked through while
+# another thread adds to it.
+_uncommitted: WeakValueDictionary[int, AlphaGate] = WeakValueDictionary()
 
 
 @functools.cache
@@ -199,8 +214,11 @@ def _watch_steps() -> None:
     """Of all optimizers: fused ones do not bump the version of the weights that they change."""
 
     def invalidate(optimizer: torch.optim.Optimizer, *_) -> None:
+        gates = [gate for reference in _uncommitted.valuerefs() if (gate := reference()) is not None]
+        if not gates:
+            return
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for gate in _uncommitted:
+        for gate in gates:
             if gate._weight_version is not None and id(gate.w_a) in stepped:
                 gate._weight_version = -1
 
@@ -213,10 +231,11 @@ def alpha_gates(model: nn.Module) -> list[AlphaGate]:
 
 
 @torch.no_grad()
-def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None, found_inf: Tensor | None = None) -> None:
     """alpha_ma <- momentum * alpha_ma + (1 - momentum) * mean of alpha since the last commit, in every layer.
 
     Under torch.distributed the means are taken over all ranks of ``group``, in one all-reduce for all layers.
+    found_inf: not 0 where the step was left out, on any rank: what was counted then stays for the next commit.
     """
     gates = alpha_gates(model)
     if not gates:
@@ -230,10 +249,13 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
                 f"alpha_ma is {gate.alpha_ma.dtype}, it must stay float32: use FSDP 2, or give FSDP 1 "
                 "MixedPrecision(buffer_dtype=torch.float32)"
             )
-    totals = torch.cat([torch.cat((gate._sum, gate._count)) for gate in gates])
+    skipped = gates[0]._sum.new_zeros(1) if found_inf is None else found_inf.to(gates[0]._sum).reshape(1)
+    totals = torch.cat([skipped, *(torch.cat((gate._sum, gate._count)) for gate in gates)])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(totals, group=group)
-    for gate, total in zip(gates, totals.split([2 * gate._sum.numel() for gate in gates]), strict=True):
+    skipped, *totals = totals.split([1, *(2 * gate._sum.numel() for gate in gates)])
+    stepped = skipped == 0
+    for gate, total in zip(gates, totals, strict=True):
         sums, count = total.chunk(2)
         mean = sums / count.clamp(min=1)
         if not gate.affine.per_head:
@@ -242,8 +264,10 @@ def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
         updated = momentum * gate.alpha_ma + (1 - momentum) * mean
         # No tokens since the last commit (a second optimizer of the same step, say), or a NaN among them (a batch that
         # the loop left out, say): keep the average.
-        gate.alpha_ma.copy_(torch.where((count > 0) & updated.isfinite(), updated, gate.alpha_ma))
-        gate._forget()
+        gate.alpha_ma.copy_(torch.where(stepped & (count > 0) & updated.isfinite(), updated, gate.alpha_ma))
+        for counted in (gate._sum, gate._count):
+            counted.masked_fill_(stepped, 0.0)
+        gate._weight_version = None
 
 
 def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> None:
@@ -263,4 +287,14 @@ def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.
     tracked.add(model)
     for gate in alpha_gates(model):
         gate._optimizer = ReferenceType(optimizer)
-    optimizer.register_step_post_hook(lambda *_: commit_alpha(model, group))
+
+    def after_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        # How a GradScaler tells a fused optimizer to leave the step out; others it does not call then.
+        commit = functools.partial(commit_alpha, model, group, getattr(optimizer, "found_inf", None))
+        if torch._C._current_graph_task_id() == -1:
+            commit()
+        else:
+            # A step inside of a backward: layers that are yet to be recomputed must see the average of their forward.
+            torch.autograd.Variable._execution_engine.queue_callback(commit)
+
+    optimizer.register_step_post_hook(after_step)
