@@ -322,6 +322,8 @@ def test_layers_may_differ():
         ({"attention": ["affine"] * 3}, "attention has 3 entries, num_hidden_layers is 2"),
         ({"window": [2]}, "window has 1 entries, num_hidden_layers is 2"),
         ({"window": 0}, "window must be an integer >= 1 .*got 0"),
+        ({"window": 2**63}, "window must be an integer >= 1 .*got 9223372036854775808"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer >= 1, got 0"),
         ({"window": (4, 2.0)}, "window must be an integer >= 1 .*got 2.0"),
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"num_attention_heads": 3, "hidden_size": 33}, "must be a multiple of num_key_value_heads"),

@@ -83,5 +83,6 @@ def test_what_it_cannot_do_is_refused():
     ):
         with pytest.raises(ValueError, match="as only AffineAttn models hand them over"):
             foreign()
-    with pytest.raises(ValueError, match="sinks must be >= 0 and recent >= 1, got 4 and 0"):
-        StreamingCache(recent=0)
+    for recent in (0, 2.0, 10**30):
+        with pytest.raises(ValueError, match=f"sinks must be >= 0 and recent >= 1, got 4 and {recent};"):
+            StreamingCache(recent=recent)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import own_precision
-from affine_attn.core.spec import ACTIVATIONS, Affine
+from affine_attn.core.spec import ACTIVATIONS, Affine, check_counts
 
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
@@ -68,6 +68,7 @@ class AlphaGate(nn.Module):
 
     def __init__(self, dim: int, heads: int, affine: Affine = Affine(), init_std: float = 0.02):
         super().__init__()
+        check_counts("AlphaGate", dim=dim, heads=heads)
         if not isinstance(affine, Affine):
             raise ValueError(f"AlphaGate: affine must be Affine(...), got {affine!r}")
         self.affine = affine

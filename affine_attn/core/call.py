@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit, decode_logit, encode_logit, is_number, logit_names
+from affine_attn.core.spec import Logit, decode_logit, encode_logit, is_number, is_sink, logit_names
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_AT_ONCE = 2**20
@@ -141,8 +141,7 @@ def checked_call(
     if isinstance(sink, Tensor):
         _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
     elif sink is not None:
-        # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
-        if isinstance(sink, bool) or not isinstance(sink, int | float) or sink != sink:
+        if not is_sink(sink):
             raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
         sink = float(sink)
     rows = [(batch, heads, tq)]

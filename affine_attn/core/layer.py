@@ -9,7 +9,7 @@ from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope, rotate
-from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, Gate, LogN
+from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, Gate, LogN, check_counts
 from affine_attn.core.variants import variant
 
 
@@ -46,7 +46,10 @@ class AttentionLayer(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if kv_heads < 1 or heads % kv_heads:
+        given = {} if head_dim is None else {"head_dim": head_dim}
+        check_counts("AttentionLayer", dim=dim, heads=heads, kv_heads=kv_heads, **given)
+        check_counts("AttentionLayer", 0, layer_idx=layer_idx)
+        if heads % kv_heads:
             raise ValueError(f"AttentionLayer: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
         if head_dim is None and dim % heads:
             raise ValueError(f"AttentionLayer: dim ({dim}) must be a multiple of heads ({heads}), or give head_dim")

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from affine_attn.core.spec import LARGEST_COUNT, is_count
+
 _NO_KEY = torch.iinfo(torch.int64).max
 
 
@@ -29,8 +31,11 @@ class Mask:
         if not isinstance(self.causal, bool):
             raise ValueError(f"Mask: causal must be True or False, got {type(self.causal).__name__}")
         if self.window is not None:
-            if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-                raise ValueError(f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}")
+            if not is_count(self.window):
+                raise ValueError(
+                    f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}; "
+                    f"the largest is {LARGEST_COUNT}"
+                )
             if not self.causal:
                 raise ValueError("Mask: window needs causal=True, got causal=False")
         for name, kinds in (("documents", "an integer"), ("padding", "a bool"), ("lengths", "an integer")):

@@ -7,6 +7,7 @@ layer; formulas of the logit stage live here, because every engine needs the sam
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -22,9 +23,32 @@ class Coefficients(NamedTuple):
     offset: Tensor | None
 
 
+LARGEST_COUNT = 2**31 - 1  # kernels count in 32 bits
+
+
 def is_number(value: Any) -> bool:
-    """A finite one that JSON can write."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    """A finite one that JSON can write and a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """An integer that kernels can count to."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_COUNT
+
+
+def is_sink(value: Any) -> bool:
+    """A number, or an infinite one: -inf is softmax."""
+    # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
+    return is_number(value) or (isinstance(value, float) and abs(value) == math.inf)
+
+
+def check_counts(owner: str, least: int = 1, **values: Any) -> None:
+    """Raise if one of them is no integer from ``least`` on that kernels can count to."""
+    for name, value in values.items():
+        if not is_count(value, least):
+            raise ValueError(
+                f"{owner}: {name} must be an integer >= {least}, got {value!r}; the largest is {LARGEST_COUNT}"
+            )
 
 
 _LOGITS: dict[str, "type[Logit]"] = {}
@@ -87,8 +111,10 @@ class LogN(Logit):
     same_in_all_heads = True
 
     def __post_init__(self):
-        if not (isinstance(self.length, int) and self.length > 1):
-            raise ValueError(f"LogN: length must be an integer > 1, got {self.length!r}")
+        if not is_count(self.length, 2):
+            raise ValueError(
+                f"LogN: length must be an integer > 1, got {self.length!r}; the largest is {LARGEST_COUNT}"
+            )
 
     @property
     def start(self) -> float:
@@ -166,8 +192,10 @@ class Affine:
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
             raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
-        if self.length != "keys" and not (isinstance(self.length, int) and is_number(self.length) and self.length >= 0):
-            raise ValueError(f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}")
+        if self.length != "keys" and not is_count(self.length, 0):
+            raise ValueError(
+                f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}; the largest is {LARGEST_COUNT}"
+            )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"Affine: momentum must be a number in [0, 1), got {self.momentum!r}")
         if not (is_number(self.alpha_range) and self.alpha_range > 0):
@@ -191,9 +219,7 @@ class AttentionSpec:
     def __post_init__(self):
         if self.logit is not None and type(self.logit) not in _LOGITS.values():
             raise ValueError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
-        # Infinite ones too: -inf is softmax.
-        is_constant = isinstance(self.sink, int | float) and not isinstance(self.sink, bool) and self.sink == self.sink
-        if not (self.sink is None or self.sink == "learned" or is_constant):
+        if not (self.sink is None or self.sink == "learned" or is_sink(self.sink)):
             raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
             raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope
-from affine_attn.core.spec import GATES, AttentionSpec, ScaleInvariant
+from affine_attn.core.spec import GATES, AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
 from affine_attn.models.interface import NAME
 
@@ -39,6 +39,8 @@ class AffineAttnConfig(LlamaConfig):
     qk_norm: bool = False
 
     def __post_init__(self, **kwargs):
+        # Before LlamaConfig divides by one of them.
+        check_counts("AffineAttnConfig", hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
         super().__post_init__(**kwargs)
         self.settle_layers()
 

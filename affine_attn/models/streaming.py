@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from affine_attn.core.spec import LARGEST_COUNT, is_count
+
 
 class StreamingLayer(DynamicLayer):
     is_croppable = False
@@ -61,8 +63,11 @@ class StreamingCache(Cache):
     """``model.generate(..., past_key_values=StreamingCache(sinks=4, recent=1020))``, without padding."""
 
     def __init__(self, sinks: int = 4, recent: int = 512):
-        if sinks < 0 or recent < 1:
-            raise ValueError(f"StreamingCache: sinks must be >= 0 and recent >= 1, got {sinks} and {recent}")
+        if not (is_count(sinks, 0) and is_count(recent)):
+            raise ValueError(
+                f"StreamingCache: sinks must be >= 0 and recent >= 1, got {sinks!r} and {recent!r}; "
+                f"both must be integers, the largest is {LARGEST_COUNT}"
+            )
         # transformers makes the layers as they come, by calling this.
         super().__init__(layer_class_to_replicate=partial(StreamingLayer, sinks, recent))  # pyright: ignore[reportArgumentType]
 

@@ -86,7 +86,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[tuple[str
         top, total = torch.empty(2, batch, kv_heads, rows, splits, dtype=torch.float32, device=q.device)
     shared = {
         "p_sink": sink, "constant_sink": constant, "p_alpha": call.alpha, "p_beta": call.beta, "p_gate": gate, "p_y": y,
-        "p_acc": acc, "p_m": top, "p_l": total, "p_lengths": lengths, "TK": keys, "window": mask.window or 0,
+        "p_acc": acc, "p_m": top, "p_l": total, "p_lengths": lengths, "TK": keys, "window": min(mask.window or 0, keys),
         "splits": splits, "HAS_WINDOW": mask.window is not None, "KV_HEADS": kv_heads, "GROUP": group, "TQ": queries,
         "D": dim, "BLOCK_N": block_n, "BLOCK_D": block_d, **_early(q.device),
         **_strides(sink, "s", "bhi"), **_strides(call.alpha, "a", "bhi"), **_strides(call.beta, "b", "bhi"),
