@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig, LlamaConfig, MistralConfig
 
 import affine_attn.models  # noqa: F401 (registers the implementation)
+from affine_attn import attention
 from affine_attn.models.interface import transformers_attention, transformers_mask
-from tests.hf import SIZES, left_padded
+from tests.hf import SIZES, left_padded, tiny_model
 
 GPT_OSS = GptOssConfig(
     **(SIZES | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5}),
@@ -92,6 +96,13 @@ def test_what_it_does_not_compute_is_refused():
     for name in ("position_bias", "indices", "block_indices"):
         with pytest.raises(ValueError, match=f"has no {name}, with which this model calls its attention"):
             transformers_attention(torch.nn.Module(), q, q, q, mask, **{name: torch.zeros(1, 2, 3, 3)})
+    for named in ({"sinks": torch.zeros(2)}, {"a_setting_of_tomorrow": True}):
+        with pytest.raises(ValueError, match=f"has no {next(iter(named))}, with which this model calls"):
+            transformers_attention(torch.nn.Module(), q, q, q, mask, **named)
+    with pytest.raises(ValueError, match="is causal, got is_causal=False"):
+        transformers_attention(torch.nn.Module(), q, q, q, mask, is_causal=False)
+    with pytest.raises(ValueError, match="packs by position_ids that restart, got cu_seq_lens_q without them"):
+        transformers_attention(torch.nn.Module(), q, q, q, mask, cu_seq_lens_q=torch.tensor([0, 1, 3]))
     longer = torch.randn(1, 2, 4, 4)
     with pytest.raises(ValueError, match="needs a mask of all keys: this model makes it for 3 and attends to 4"):
         transformers_attention(torch.nn.Module(), q, longer, longer, mask)
@@ -99,6 +110,43 @@ def test_what_it_does_not_compute_is_refused():
         transformers_mask(1, 3, 3, use_vmap=True)
     with pytest.raises(ValueError, match="lets tokens see later ones"):
         transformers_mask(1, 3, 3, mask_function=lambda b, h, i, j: i >= 0)
+
+
+def test_models_refuse_what_their_layers_do_not_know():
+    """transformers hands on whatever a forward is given, down to the attention."""
+    model, (tokens, _) = tiny_model("affine"), left_padded(padded=0)
+    with pytest.raises(ValueError, match="has no documents_ids, with which this model calls its attention"):
+        model(tokens, documents_ids=torch.zeros_like(tokens))
+    with pytest.raises(ValueError, match="got cu_seq_lens_k without them"):
+        model(tokens, cu_seq_lens_k=torch.tensor([0, 4, 20]))
+    positions = torch.arange(20).view(2, 10) % 5
+    packed = model(tokens, position_ids=positions, cu_seq_lens_q=torch.arange(0, 21, 5), use_cache=False).logits
+    assert torch.equal(packed, model(tokens, position_ids=positions, use_cache=False).logits)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A mesh that has all of a sequence: what torch replaces for it is what it replaces for many."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_sequence_that_is_spread_over_ranks_is_refused(one_rank):
+    """Every rank would attend to its own part, and say nothing."""
+    q, (tokens, _) = torch.randn(1, 2, 3, 4), left_padded()
+    own = tiny_model("softmax")
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="affine_attn")
+    compiled = torch.compile(attention, backend="eager")
+    torch.compile(attention, backend="eager", fullgraph=True)(q, q, q)
+    runs = [lambda: attention(q, q, q), lambda: compiled(q, q, q), lambda: own(tokens), lambda: llama(tokens)]
+    for run in runs:
+        run()
+    with context_parallel(one_rank, buffers=[torch.arange(8.0)[None]], buffer_seq_dims=[1]):
+        for run in runs:
+            with pytest.raises(ValueError, match="knows no context parallelism: under torch's context_parallel a rank"):
+                run()
+    assert not own.supports_context_parallel
 
 
 def test_a_model_that_looks_ahead_is_refused_when_it_is_compiled_too():

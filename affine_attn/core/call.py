@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from affine_attn.core.masks import Mask
@@ -93,6 +94,19 @@ class Flat(NamedTuple):
         return Call(*self[:3], mask, self.scale, decode_logit(self.logit), sink, *self[4:7])
 
 
+def refuse_context_parallel() -> None:
+    """Raise while torch's ``context_parallel`` is on: it shards sequences, and gathers keys for its own SDPA alone."""
+    # Asked of the function that it replaces, since torch has no question for it.
+    sdpa = F.scaled_dot_product_attention
+    if sdpa is torch._C._nn.scaled_dot_product_attention:
+        return
+    if sdpa.__module__.startswith("torch.distributed.tensor.experimental"):
+        raise ValueError(
+            "attention knows no context parallelism: under torch's context_parallel a rank has a part of the sequence, "
+            "and would attend to that alone"
+        )
+
+
 def checked_call(
     q: Tensor,
     k: Tensor,
@@ -106,6 +120,7 @@ def checked_call(
     gate: Tensor | None = None,
 ) -> Call:
     """Validate and normalise."""
+    refuse_context_parallel()
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")

@@ -7,23 +7,36 @@ the attention as a ``Mask``. Both functions are registered under one name: witho
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function
 
-from affine_attn.core.call import checked_call
+from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
 
 NAME = "affine_attn"
-# What some models add to their logits, or choose single keys by; all else that they hand over changes no value.
-_BEYOND = ("position_bias", "indices", "block_indices")
+# What models hand over and changes no value here. All else is refused: a bias of the logits, say, chosen keys, or sinks
+# under a new name.
+_HARMLESS = {
+    # q and k are rotated by them, and the mask has the documents that they tell.
+    *("position_ids", "cache_position"),
+    # The mask has the window.
+    "sliding_window",
+    # How a flash kernel is launched and sums, and the packing of layers with a state.
+    *("max_length_q", "max_length_k", "deterministic", "seq_idx"),
+    # Settings of the whole forward and its loss, which pass all layers on their way.
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+    "num_items_in_batch",
+}
+# Ends of packed sequences, for kernels that take no mask.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +184,12 @@ def transformers_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> PreparedMask:
-    """What transformers calls for any model; the arguments are its own."""
+    """What transformers calls for any model; the arguments are its own. The last four are of dense masks alone."""
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         # Prepared, here or by another copy of this code: two folders with code register it under one name.
         return attention_mask
@@ -184,6 +200,19 @@ def transformers_mask(
         documents = _probe(mask_function, batch_size, kv_length, kv_offset, device)
     made = prepare(batch_size, q_length, kv_length, device, q_offset, kv_offset, attention_mask, documents, local_size)
     return replace(made, slots=kv_length)
+
+
+def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
+    """Raise for a keyword argument of an attention layer that is not known to leave its values as they are."""
+    for name, value in named.items():
+        if name in _PACKING and value is not None and mask.documents is None and value.shape[-1] > 2:
+            raise ValueError(
+                f"attn_implementation={NAME!r} packs by position_ids that restart, got {name} without them"
+            )
+        if name == "is_causal" and value is False:
+            raise ValueError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
+        if name not in (*_HARMLESS, *_PACKING, "is_causal") and value is not None and value is not False:
+            raise ValueError(f"attn_implementation={NAME!r} has no {name}, with which this model calls its attention")
 
 
 def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device) -> Tensor | None:
@@ -214,17 +243,17 @@ def transformers_attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     output_attentions: bool = False,
-    **more,
+    **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, H, T, D] in, (y [B, T, H, D], weights) out. ``s_aux``: one sink logit per query head, as in gpt-oss."""
+    refuse_context_parallel()
     if not isinstance(attention_mask, PreparedMask):
         raise ValueError(
             f"attn_implementation={NAME!r} needs the mask its own function makes, got {type(attention_mask).__name__}"
         )
     if dropout or softcap is not None:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
-    if given := [name for name in _BEYOND if more.get(name) is not None]:
-        raise ValueError(f"attn_implementation={NAME!r} has no {given[0]}, with which this model calls its attention")
+    refuse_unknown(attention_mask.mask, named)
     if attention_mask.slots not in (None, key.shape[2]):
         raise ValueError(
             f"attn_implementation={NAME!r} needs a mask of all keys: this model makes it for {attention_mask.slots} "

@@ -21,14 +21,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from affine_attn.core.alpha import AlphaGate
-from affine_attn.core.call import checked_call
+from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.dispatch import attention
 from affine_attn.core.layer import AttentionLayer
 from affine_attn.core.reference import run_with_weights
 from affine_attn.core.rope import rotate
 from affine_attn.core.spec import LEARNED_GATE, LogN
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.interface import PreparedMask, decoder_mask
+from affine_attn.models.interface import PreparedMask, decoder_mask, refuse_unknown
 from affine_attn.models.streaming import StreamingCache
 
 
@@ -60,8 +60,9 @@ class AffineAttnAttention(AttentionLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
         impl: str = "auto",
-        **_,
+        **named: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        refuse_unknown(attention_mask.mask, named)
         q, k, v = self.project(hidden_states)
         # transformers repeats the table for both halves of a head.
         cos, sin = (table[..., : self.head_dim // 2] for table in position_embeddings)
@@ -120,6 +121,7 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
+    _supports_context_parallel = False
     _no_split_modules = ["AffineAttnDecoderLayer"]  # noqa: RUF012 (as in transformers)
     _keep_in_fp32_modules_strict = ["alpha_ma"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
@@ -200,6 +202,7 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """As LlamaModel's. For packed sequences: position_ids that restart, or document_ids [B, T]."""
+        refuse_context_parallel()
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise ValueError("AffineAttnModel: give input_ids or inputs_embeds")
