@@ -201,7 +201,7 @@ def _is_repeated() -> bool:
     if node is None or not isinstance(node, BackwardCFunction):
         return node is not None
     # A function that asks for what it saved may start the repetition, too.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
 
 

@@ -98,7 +98,7 @@ def refuse_context_parallel() -> None:
     """Raise while torch's ``context_parallel`` is on: it shards sequences, and gathers keys for its own SDPA alone."""
     # Asked of the function that it replaces, since torch has no question for it.
     sdpa = F.scaled_dot_product_attention
-    if sdpa is torch._C._nn.scaled_dot_product_attention:
+    if sdpa is torch._C._nn.scaled_dot_product_attention:  # pyright: ignore[reportAttributeAccessIssue]
         return
     if sdpa.__module__.startswith("torch.distributed.tensor.experimental"):
         raise ValueError(
