@@ -22,6 +22,7 @@ from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import RECIPES, recipe
 from affine_attn.distill.run import run
 from affine_attn.distill.sampler import GlobalSampler
+from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.distill.validation import validate
 from affine_attn.models import AffineAttnForCausalLM, preset
 from tests.tiny_runs import VOCAB, averages, counting_shards, metrics, tiny, trainer
@@ -196,6 +197,16 @@ def test_a_student_follows_its_teacher(data, tmp_path):
         assert row["loss"] == pytest.approx(0.75 * row["kd"] + 0.25 * row["hard"], rel=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert distilled.release()(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
+
+
+def test_a_model_is_given_back_with_the_forward_that_its_user_put_there(data, tmp_path):
+    made = trainer(tiny(data), tmp_path)
+    model = made.release()
+    model.forward = model.base_model.forward
+    given = model.forward
+    again = DistillTrainer(model, made.args, made.train_dataset)
+    assert again.model.forward is not given
+    assert again.release().forward is given
 
 
 def test_a_teacher_is_trained_first_and_only_once(data, tmp_path):

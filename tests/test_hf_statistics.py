@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from affine_attn import AttentionLayer
 from affine_attn.core.alpha import alpha_gates
+from affine_attn.core.layer import observe
 from affine_attn.models.statistics import collect_statistics
 from tests.hf import SIZES, left_padded, tiny_model
 
@@ -92,6 +94,52 @@ def test_the_model_is_left_as_it_was():
     assert all(not gate._count.any() for gate in alpha_gates(model))
     assert all("stages" not in layer.self_attn.__dict__ for layer in model.model.layers)
     assert not any(layer.row_sum.requires_grad for layer in found)
+
+
+def test_what_a_user_put_on_a_layer_is_respected_and_stays():
+    """Sinks that are tried out, say, without a model of their own."""
+    model, batches = tiny_model("softmax"), [{"input_ids": sequences(0, 2, 8)}]
+    plain = collect_statistics(model, batches)
+    layer = model.model.layers[1].self_attn
+
+    def with_sink(*arguments):
+        return type(layer).stages(layer, *arguments) | {"sink": 2.0}
+
+    layer.stages = with_sink
+    found = collect_statistics(model, batches)
+    assert layer.stages is with_sink
+    assert not found[0].sink_mass.any()
+    assert found[1].sink_mass.min() > 0
+    assert torch.equal(found[1].max_logit, plain[1].max_logit)
+
+
+def test_observers_see_calls_while_they_look_and_not_after_an_exception():
+    layer, x, seen = AttentionLayer(16, 4).eval(), torch.randn(1, 3, 16), []
+    with observe([layer], lambda _, call: seen.append(call)), observe([layer], lambda _, call: seen.append(call)):
+        layer(x)
+    assert len(seen) == 2
+    assert seen[0]["q"].shape == (1, 4, 3, 4)
+    with pytest.raises(ValueError, match="x must be"), observe([layer], lambda _, call: seen.append(call)):
+        layer(x[0])
+    layer(x)
+    assert len(seen) == 2
+
+
+def test_nobody_pays_for_observers_in_a_compiled_layer():
+    """It is compiled once, whether somebody looks in between or not."""
+    torch._dynamo.reset()
+    layer, x, graphs = AttentionLayer(16, 4).eval(), torch.randn(1, 3, 16), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    layer.compile(backend=backend, fullgraph=True)
+    expected, seen = layer(x), []
+    with observe([layer], lambda _, call: seen.append(call)):
+        torch.testing.assert_close(layer(x), expected)
+    layer(x)
+    assert len(graphs) == len(seen) == 1
 
 
 def test_a_forward_of_ones_own_runs_as_in_evaluation():

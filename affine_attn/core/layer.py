@@ -1,5 +1,7 @@
 """``AttentionLayer``: projections, positions, the parameters of the stages, and one call to ``attention``."""
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -153,7 +155,16 @@ class AttentionLayer(nn.Module):
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, impl: str = "auto") -> Tensor:
         """The stages: everything that depends on the spec, between the projections and o_proj; y [B, H, T, D]."""
-        return attention(**self.stages(x, q, k, v, mask), impl=impl)
+        return attention(**self.arguments(x, q, k, v, mask), impl=impl)
+
+    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> dict[str, Any]:
+        """Those of ``attention``: what ``stages`` returns, once those who ``observe`` the layer have seen it."""
+        call = self.stages(x, q, k, v, mask)
+        # Nothing of it is in a compiled graph, nor is it asked there.
+        if not torch.compiler.is_compiling():
+            for visit in tuple(_visits.get(self, ())):
+                visit(self, call)
+        return call
 
     def stages(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> dict[str, Any]:
         """The arguments of ``attention``: the parameters of the stages applied to x [B, T, dim].
@@ -196,6 +207,30 @@ def head_parameters(model: nn.Module) -> set[str]:
 def _ones(q: Tensor) -> Tensor:
     """A gate of 1 for every row, fp32: one that does not depend on x scales it."""
     return torch.ones(*q.shape[:3], 1, dtype=torch.float32, device=q.device)
+
+
+Visit = Callable[[AttentionLayer, dict[str, Any]], None]
+# Of the layers that are observed now.
+_visits: dict[AttentionLayer, list[Visit]] = {}
+
+
+@contextmanager
+def observe(layers: Iterable[AttentionLayer], visit: Visit) -> Iterator[None]:
+    """While open, show ``visit`` the arguments of ``attention`` in every call of these layers, before it runs.
+
+    Compiled layers run uncompiled meanwhile: they would go on as they were compiled and show nothing.
+    """
+    observed = list(layers)
+    for layer in observed:
+        _visits.setdefault(layer, []).append(visit)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for layer in observed:
+            _visits[layer].remove(visit)
+            if not _visits[layer]:
+                del _visits[layer]
 
 
 def _split(x: Tensor, size: int) -> Tensor:

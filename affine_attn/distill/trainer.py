@@ -77,6 +77,8 @@ class DistillTrainer(Trainer):
             raise ValueError(
                 f"max_steps must be given: the order of the data spans the whole run; got {args.max_steps}"
             )
+        # One that a user put there.
+        self._own_forward = vars(model).get("forward")
         # Inside the forward, because that is where DDP and FSDP have the weights ready.
         model.forward = MethodType(_loss_forward, model)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **others)
@@ -111,7 +113,9 @@ class DistillTrainer(Trainer):
     def release(self) -> PreTrainedModel:
         """The model with its own forward, as before."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        model.__dict__.pop("forward", None)
+        vars(model).pop("forward", None)
+        if self._own_forward is not None:
+            model.forward = self._own_forward
         return model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -76,7 +76,7 @@ class AffineAttnAttention(AttentionLayer):
                 k, v = past_key_values.update(k, v, self.layer_idx)
         q = rotate(q, cos[:, -q.shape[2] :], sin[:, -q.shape[2] :])
         k, v = attention_mask.filled(k, v)
-        stages = self.stages(hidden_states, q, k, v, attention_mask.windowed(self.window))
+        stages = self.arguments(hidden_states, q, k, v, attention_mask.windowed(self.window))
         weights = None
         if output_attentions:
             y, weights = run_with_weights(checked_call(**stages))

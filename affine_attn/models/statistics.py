@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from affine_attn.core.layer import AttentionLayer
+from affine_attn.core.layer import AttentionLayer, observe
 from affine_attn.core.stats import AttentionStats, attention_stats
 
 _ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
@@ -48,9 +48,7 @@ def collect_statistics(
     forward: what is done with a batch, where it is not the decoder that is called.
     visit: is shown each layer's number, its arguments of ``attention`` and their statistics, for more of the same kind.
     """
-    layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
+    layers = attention_layers(model)
     sums = {layer: _Sums(layer, queries) for layer in layers}
     numbers = {layer: number for number, layer in enumerate(layers)}
 
@@ -59,15 +57,21 @@ def collect_statistics(
         if visit is not None:
             visit(numbers[layer], call, stats)
 
-    seen = _calls_seen_by(layers, see)
-    # Compiled layers would go on as they were compiled and show nothing.
-    with torch.compiler.set_stance("force_eager"), evaluating(model), seen:
+    with evaluating(model), observe(layers, see):
         for batch in batches:
             if forward is None:
                 model.base_model(**batch, use_cache=False)
             else:
                 forward(batch)
     return [entry.result() for entry in sums.values()]
+
+
+def attention_layers(model: Any) -> list[AttentionLayer]:
+    """Those of the model, in order."""
+    layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
+    return layers
 
 
 @contextmanager
@@ -80,29 +84,6 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _calls_seen_by(
-    layers: list[AttentionLayer], visit: Callable[[AttentionLayer, dict[str, Any]], None]
-) -> Iterator[None]:
-    """While open, every call's arguments of ``attention`` are shown to ``visit`` before it runs."""
-
-    def showing(layer: AttentionLayer) -> Callable[..., dict[str, Any]]:
-        def stages(*args: Any) -> dict[str, Any]:
-            call = type(layer).stages(layer, *args)
-            visit(layer, call)
-            return call
-
-        return stages
-
-    try:
-        for layer in layers:
-            layer.stages = showing(layer)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("stages", None)
 
 
 class _Sums:
