@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -17,9 +18,11 @@ from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targe
 from affine_attn.analyze.sequences import load_sequences
 from affine_attn.cli import app
 from affine_attn.core.alpha import alpha_gates
+from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.models import convert, preset
 from affine_attn.models.configuration import as_spec
 from affine_attn.models.presets import at_length
+from affine_attn.models.statistics import collect_statistics
 from tests.analyzed import HOSTILE, models, text_file
 from tests.hf import SIZES, tiny_model
 from tests.tiny_runs import VOCAB, counting_shards
@@ -137,6 +140,37 @@ def assert_histogram(histogram, layer, values):
         assert edges[0] <= at.min() + 1e-6
         assert at.max() - 1e-6 <= edges[-1]
         assert abs(np.cumsum(row) - np.cumsum(np.histogram(at.clip(edges[0], edges[-1]), edges)[0])).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("function", "ends"),
+    [(lambda x: 0.5 + torch.tanh(x), (-1.0, 3.0)), (lambda x: 5 * F.softplus(x), None)],
+    ids=["both_signs", "without_an_end"],
+)
+def test_histograms_and_saturation_know_where_an_activation_of_ones_own_ends(function, ends, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "own", function)
+    model = tiny_model(AttentionSpec(affine=Affine(phi="own", alpha_range=2.0)))
+    model.model.layers[0].self_attn.alpha.w_a.data.mul_(1000)
+    sequences = [packed(0), packed(1)]
+    found, _ = measure(model, sequences, [0], slice(0, 2))
+    truth = collect_statistics(model, sequences, queries=True)
+    histogram, saturated = found["histograms"]["alpha"], found["heads"]["alpha_saturated"]
+    for layer, means in enumerate(truth):
+        assert_histogram(histogram, layer, torch.cat(means.query_alpha, -1))
+    alpha = torch.stack([torch.cat(means.query_alpha, -1) for means in truth])
+    if ends is None:
+        assert (histogram["edges"][0], histogram["edges"][-1]) == pytest.approx(
+            (alpha.min().item(), alpha.max().item())
+        )
+        assert alpha.max() > 2.0
+        # It ends below alone.
+        assert saturated[1] == [0.0] * 4
+    else:
+        assert (histogram["edges"][0], histogram["edges"][-1]) == pytest.approx(ends)
+        assert saturated[0] == pytest.approx(((alpha[0] == -1) | (alpha[0] == 3)).float().mean((0, 2)).tolist())
+        assert max(saturated[0]) > 0.5
+    for name in ("beta", "beta_sum"):
+        assert found["histograms"][name]["edges"][0] < found["histograms"][name]["edges"][-1]
 
 
 def test_a_correlation_of_what_does_not_change_is_none():

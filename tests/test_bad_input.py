@@ -22,6 +22,7 @@ from affine_attn import (
     variant,
 )
 from affine_attn.core.dispatch import ENGINES
+from affine_attn.core.spec import ACTIVATIONS
 
 B, H, KV, T, D = 2, 4, 2, 5, 8
 Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)
@@ -164,6 +165,8 @@ BAD: dict[str, tuple[Callable, str]] = {
     "tau_endless": (lambda: ScaleInvariant(tau=10**400), r"tau must be a number > 0, got 10000"),
     "affine_length_endless": (lambda: Affine(length=10**30), r"length must be an integer >= 0 or 'keys', got 1000.*;"),
     "affine_length": (lambda: Affine(length=-1), r"length must be an integer >= 0 or 'keys', got -1"),
+    "phi_of_all": (lambda: Affine(phi="softmax"), r"^Affine: phi must map each number to one, which 'softmax' does"),
+    "phi_of_some": (lambda: Affine(phi="log"), r"^Affine: phi must map each number to one, which 'log' does not"),
     "affine_length_true": (lambda: Affine(length=True), r"length must be an integer >= 0 or 'keys', got True"),
     "affine_length_name": (lambda: Affine(length="visible"), r"length must be .*'keys', got 'visible'"),
     "momentum": (lambda: Affine(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
@@ -255,7 +258,9 @@ BAD: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_line_that_names_it(case):
+def test_bad_input_gets_one_line_that_names_it(case, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "softmax", lambda x: x.softmax(-1).sum())
+    monkeypatch.setitem(ACTIVATIONS, "log", torch.log)
     function, pattern = BAD[case]
     with pytest.raises(ValueError, match=pattern) as error:
         function()

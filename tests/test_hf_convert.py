@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -12,7 +13,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from affine_attn import VARIANTS, AttentionSpec, variant
+from affine_attn import VARIANTS, Affine, AttentionSpec, variant
+from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.models import AffineAttnForCausalLM, convert, export, stage_keys
 from tests.hf import SIZES, left_padded, tiny_model
 
@@ -81,6 +83,22 @@ def test_affine_starts_as_softmax_and_learns(name, attention):
     for layer in model.model.layers:
         assert layer.self_attn.alpha.w_a.grad.abs().max() > 0
         assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
+
+
+@pytest.mark.parametrize("function", [F.softplus, lambda x: 3 + torch.tanh(x)], ids=["softplus", "shifted_tanh"])
+def test_any_activation_that_is_positive_at_zero_starts_as_softmax(function, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "own", function)
+    source = original("llama")
+    model = convert(source, AttentionSpec(affine=Affine(phi="own")), start_as_softmax=True)
+    assert_same(model, source)
+    assert model.config.spec(0).affine.alpha_range == pytest.approx(1 / function(torch.tensor(0.0)).item())
+
+
+@pytest.mark.parametrize("function", [torch.relu, torch.tanh, lambda x: x - 1, torch.reciprocal])
+def test_an_activation_that_is_not_positive_at_zero_cannot_start_as_softmax(function, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "own", function)
+    with pytest.raises(ValueError, match=r"^start_as_softmax: phi\(0\) must be positive and finite.*of 'own'$"):
+        convert(original("llama"), AttentionSpec(affine=Affine(phi="own")), start_as_softmax=True)
 
 
 def test_a_trained_affine_model_starts_as_softmax_too():

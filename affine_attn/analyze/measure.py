@@ -12,9 +12,10 @@ from affine_attn.analyze.accumulate import Correlation, Histogram
 from affine_attn.analyze.weights import signed_statistics, window_weights
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.call import checked_call
+from affine_attn.core.layer import AttentionLayer, observe
 from affine_attn.core.stats import AttentionStats, attention_stats
 from affine_attn.models.modeling import AffineAttnForCausalLM
-from affine_attn.models.statistics import LayerStatistics, collect_statistics
+from affine_attn.models.statistics import LayerStatistics, attention_layers, collect_statistics, evaluating
 
 BINS = 64
 # Row sums of softmax differ from one by rounding alone: no histogram of them is narrower than this.
@@ -39,12 +40,12 @@ def measure(
     the first sequence. done: called after each sequence.
     """
     layers = range(model.config.num_hidden_layers)
-    ranges = _ranges(model, sequences[0]["input_ids"].shape[1])
+    ranges = _ranges(model, sequences)
     measured = [_Layer(window if number in map_layers else None, ranges) for number in layers]
 
     def batches() -> Iterator[Mapping[str, Tensor]]:
-        for sequence in sequences:
-            yield {name: tensor.to(model.device) for name, tensor in sequence.items()}
+        for batch in _on_device(model, sequences):
+            yield batch
             done()
 
     collected = collect_statistics(model, batches(), visit=lambda number, *seen: measured[number].add(*seen))
@@ -114,19 +115,43 @@ class _Layer:
         return own | {name: None if value is None else value.tolist() for name, value in collected.items()}
 
 
-def _ranges(model: AffineAttnForCausalLM, length: int) -> dict[str, tuple[float, float]]:
-    """Where values lie for certain: 0 <= alpha <= its range, N beta = alpha_ma - alpha, and a row has n <= N keys."""
+def _on_device(model: AffineAttnForCausalLM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    for sequence in sequences:
+        yield {name: tensor.to(model.device) for name, tensor in sequence.items()}
+
+
+def _ranges(model: AffineAttnForCausalLM, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[float, float]]:
+    """Where values lie for certain: alpha between its ends, N beta = alpha_ma - alpha, and a row has n <= N keys."""
     gates = alpha_gates(model)
     if not gates:
         return {}
-    top = max(gate.affine.alpha_range for gate in gates)
+    bottom, top = min(gate.affine.ends[0] for gate in gates), max(gate.affine.ends[1] for gate in gates)
+    if math.isinf(bottom) or math.isinf(top):
+        bottom, top = _reached(model, sequences)
     averages = torch.cat([gate.alpha_ma.float().cpu() for gate in gates])
-    low, high = min(float(averages.min()) - top, 0.0), max(float(averages.max()), 0.0)
+    low, high = min(float(averages.min()) - top, 0.0), max(float(averages.max()) - bottom, 0.0)
+    length = sequences[0]["input_ids"].shape[1]
     least = min(length if gate.affine.length == "keys" else max(gate.affine.length, 1) for gate in gates)
-    ranges = {"alpha": (0.0, top)}
+    ranges = {"alpha": (bottom, top)}
     if any(gate.affine.beta for gate in gates):
         ranges |= {"beta": (low / least, high / least), "beta_sum": (low, high)}
     return ranges
+
+
+@torch.no_grad()
+def _reached(model: AffineAttnForCausalLM, sequences: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
+    """The least and the largest alpha on these sequences, which are read a time more for it: phi has no end."""
+    low, high = math.inf, -math.inf
+
+    def see(layer: AttentionLayer, call: dict[str, Any]) -> None:
+        nonlocal low, high
+        if call["alpha"] is not None:
+            low, high = min(low, float(call["alpha"].min())), max(high, float(call["alpha"].max()))
+
+    with evaluating(model), observe(attention_layers(model), see):
+        for batch in _on_device(model, sequences):
+            model.base_model(**batch, use_cache=False)
+    return low, max(high, low + NARROWEST)
 
 
 def _reduced(name: str, values: Sequence[float | None] | None) -> float | None:

@@ -6,6 +6,7 @@ layer; formulas of the logit stage live here, because every engine needs the sam
 """
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -147,8 +148,30 @@ def linear_clipping(x: Tensor) -> Tensor:
     return (0.1 * x + 0.5).clamp(0, 1)
 
 
-# Of alpha. All map to [0, 1], and 0 to a half: with range 2 and W_a = 0 attention starts as softmax.
+# Of alpha: any function that maps each number to one.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
+
+
+@functools.cache
+def _ends(function: Callable[[Tensor], Tensor]) -> tuple[float, float] | None:
+    """The least and the largest value of an activation, infinite where it grows for ever; None if it is not one.
+
+    They are found by trying, so that no one has to state them and none can be stated wrong.
+    """
+    far = torch.tensor([-1e9, -1e6, 1e6, 1e9], dtype=torch.float64, device="cpu")
+    near = torch.linspace(-100, 100, 20_001, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        y = function(torch.cat((far, near)))
+    if y.shape != (len(far) + len(near),) or bool(y.isnan().any()):
+        return None
+    left, below, above, right = y[: len(far)].tolist()
+    low, high = y.min().item(), y.max().item()
+    much = 0.01 * max(1.0, abs(below), abs(above))
+    if min(right - above, left - below) < -much:
+        low = -math.inf
+    if max(right - above, left - below) > much:
+        high = math.inf
+    return low, high
 
 
 class Gate(NamedTuple):
@@ -192,6 +215,8 @@ class Affine:
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
             raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
+        if _ends(ACTIVATIONS[self.phi]) is None:
+            raise ValueError(f"Affine: phi must map each number to one, which {self.phi!r} does not")
         if self.length != "keys" and not is_count(self.length, 0):
             raise ValueError(
                 f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}; the largest is {LARGEST_COUNT}"
@@ -205,6 +230,22 @@ class Affine:
         for name in ("per_head", "beta"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Affine: {name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest alpha, infinite where phi grows for ever."""
+        low, high = _ends(ACTIVATIONS[self.phi]) or (math.nan, math.nan)
+        return self.alpha_range * low, self.alpha_range * high
+
+    def as_softmax(self) -> "Affine":
+        """The same, starting as softmax where W_a is 0: alpha and alpha_ma are 1, and beta is 0."""
+        start = float(ACTIVATIONS[self.phi](torch.zeros((), dtype=torch.float64, device="cpu")))
+        if not (is_number(start) and start > 0):
+            raise ValueError(
+                f"start_as_softmax: phi(0) must be positive and finite, so that alpha_range makes 1 of it, got {start} "
+                f"of {self.phi!r}"
+            )
+        return dataclasses.replace(self, alpha_range=1 / start, start=1.0)
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,7 @@ def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
     rest = replace(spec, affine=None)
     if rest != AttentionSpec():
         raise ValueError(f"start_as_softmax: only the affine stage can start as softmax, got {rest}")
-    # phi(0) is one half, so twice phi is one.
-    return replace(spec, affine=spec.affine and replace(spec.affine, alpha_range=2.0, start=1.0))
+    return replace(spec, affine=spec.affine and spec.affine.as_softmax())
 
 
 def _fill(target: PreTrainedModel, source: PreTrainedModel, new: list[str]) -> None:

@@ -106,8 +106,9 @@ class _Sums:
         new = {name: getattr(stats, name).sum((0, 2), dtype=torch.float64) for name in _ROWS}
         new["mean_logit"] = (stats.mean_logit.double() * pairs).sum(0)
         if alpha is not None:
-            ends = (alpha <= 0) | (alpha >= self.layer.alpha.affine.alpha_range)
-            new["alpha"], new["alpha_saturated"] = alpha.sum((0, 2), dtype=torch.float64), ends.double().sum((0, 2))
+            low, high = self.layer.alpha.affine.ends
+            at_end = (alpha <= low) | (alpha >= high)
+            new["alpha"], new["alpha_saturated"] = alpha.sum((0, 2), dtype=torch.float64), at_end.double().sum((0, 2))
         self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
         self.rows += q.shape[0] * q.shape[2]
         self.pairs += pairs.sum()
