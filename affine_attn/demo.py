@@ -14,6 +14,7 @@ from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import MODEL, TEACHER
 from affine_attn.distill.sweep import grid, outcome
+from affine_attn.errors import UserError
 from affine_attn.report import write_report
 
 STUDENTS = "attention=softmax,sink,affine"
@@ -58,9 +59,9 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
                 f"{each.steps} steps of {each.global_batch * each.sequence_length:,} tokens -> {output / label}{done}"
             )
             rows.append(outcome(label, each, output))
-    except ValueError as error:
+    except UserError as error:
         # Another version of Python or of the recipe left something else there.
-        raise ValueError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error
+        raise UserError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error
     page = _report([output / label for label in runs if label != TEACHER], recipe, output / REPORT)
     console.print(_table(rows))
     for stopped in (row for row in rows if "stopped" in row):

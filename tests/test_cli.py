@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from affine_attn import AttentionSpec, __version__
 from affine_attn.cli import app, options
 from affine_attn.core.variants import VARIANTS, variants_table
+from affine_attn.errors import FileError, UserError
 
 runner = CliRunner()
 ROOT = Path(__file__).parent.parent
@@ -99,7 +100,7 @@ def test_a_place_that_is_nowhere_is_named():
         named_place("typo"),
     ):
         raise OSError("cannot connect\nand more")
-    with pytest.raises(OSError, match="no config"), named_place(ROOT):
+    with pytest.raises(UserError, match=r"^no config$"), named_place(ROOT):
         raise OSError("no config")
 
 
@@ -120,6 +121,44 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "bug", [ValueError("x"), KeyError("x"), OSError("x"), ImportError("x"), FloatingPointError("x")]
+)
+def test_a_bug_does_not_look_like_wrong_input(bug, monkeypatch):
+    def broken():
+        raise bug
+
+    monkeypatch.setattr("affine_attn.core.variants.variants_table", broken)
+    result = runner.invoke(app, ["variants"])
+    assert (result.exit_code, result.exception) == (1, bug)
+
+
+@pytest.mark.parametrize(
+    "wrong", [UserError("x"), FileError("x"), FileNotFoundError(2, "No such file", "x"), OSError(28, "disk full")]
+)
+def test_wrong_input_shows_its_traceback_with_debug_alone(wrong, monkeypatch):
+    def refuse():
+        raise wrong
+
+    monkeypatch.setattr("affine_attn.core.variants.variants_table", refuse)
+    whole = runner.invoke(app, ["--debug", "variants"])
+    assert (whole.exit_code, whole.exception) == (1, wrong)
+    short = runner.invoke(app, ["variants"])
+    assert (short.exit_code, len(short.stderr.splitlines())) == (2, 1)
+
+
+def test_what_users_give_is_refused_with_a_user_error():
+    """A plain ValueError is a traceback to a command. What is left takes arguments from Python code alone."""
+    called = ("alpha", "call", "dispatch", "layer", "masks", "rope")
+    for path in sorted((ROOT / "affine_attn").rglob("*.py")):
+        plain = [
+            word
+            for word in ("ValueError", "ModuleNotFoundError", "FloatingPointError", "OSError")
+            if f"raise {word}(" in path.read_text()
+        ]
+        assert not plain or (path.parent.name == "core" and path.stem in called), f"{path} raises {plain}"
 
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "hello"], ["convert", "new"]])

@@ -21,6 +21,7 @@ from affine_attn.analyze.files import Analysis
 from affine_attn.analyze.style import lines, new_figure, plain, style, token_labels
 from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
 from affine_attn.core.spec import ACTIVATIONS
+from affine_attn.errors import UserError
 
 ENTROPIES = {
     "entropy": "of p, before α and β",
@@ -154,7 +155,7 @@ def attention_maps(analyses: Sequence[Analysis], layer: int | None = None, token
     common = set.intersection(*(set(analysis.content["map"]["layers"]) for analysis in analyses))
     if layer is None:
         if not common:
-            raise ValueError("no layer's maps were kept of all models: analyze them with the same --layer")
+            raise UserError("no layer's maps were kept of all models: analyze them with the same --layer")
         layer = MAP_LAYER if MAP_LAYER in common else max(common)
     maps = [analysis.map(layer).mean(0)[:tokens, :tokens].astype(np.float64) for analysis in analyses]
     # The first query has one key and all its weight on it: linear colours would show little else.

@@ -44,6 +44,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from affine_attn.distill.shards import temporary, write_json
+from affine_attn.errors import UserError
 
 VERSION = 1
 ANALYSIS, MAPS = "analysis.json", "maps.npz"
@@ -72,7 +73,7 @@ class Analysis:
         """Weights [H, queries, keys] of a layer in the window."""
         layers = self.content["map"]["layers"]
         if layer not in layers:
-            raise ValueError(f"{self.name}: maps were kept of layers {', '.join(map(str, layers))}, not of {layer}")
+            raise UserError(f"{self.name}: maps were kept of layers {', '.join(map(str, layers))}, not of {layer}")
         return self.weights[layers.index(layer)]
 
 
@@ -88,14 +89,14 @@ def write(folder: Path, analysis: Analysis) -> None:
 def read(folder: Path) -> Analysis:
     path = folder / ANALYSIS
     if not path.is_file():
-        raise ValueError(f"{folder} has no {ANALYSIS}: make it with affine-attn analyze")
+        raise UserError(f"{folder} has no {ANALYSIS}: make it with affine-attn analyze")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
         with np.load(folder / MAPS) as arrays:
             weights = arrays["weights"]
     except (ValueError, TypeError, KeyError, OSError, EOFError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"{folder} is damaged: analyze the model again") from error
+        raise UserError(f"{folder} is damaged: analyze the model again") from error
     if version != VERSION:
-        raise ValueError(f"{path} is of format version {version}, this package reads {VERSION}: analyze again")
+        raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: analyze again")
     return Analysis(content, weights)

@@ -14,6 +14,7 @@ from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.call import checked_call
 from affine_attn.core.layer import AttentionLayer, observe
 from affine_attn.core.stats import AttentionStats, attention_stats
+from affine_attn.errors import NotFinite
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.statistics import LayerStatistics, attention_layers, collect_statistics, evaluating
 
@@ -52,7 +53,7 @@ def measure(
     found = [mine.per_head(means) for mine, means in zip(measured, collected, strict=True)]
     for number, of_layer in enumerate(found):
         if not all(math.isfinite(value) for values in of_layer.values() for value in values or () if value is not None):
-            raise FloatingPointError(
+            raise NotFinite(
                 f"the model's attention is not finite on this text, from layer {number} on: has it diverged, or is it "
                 "too large for this --dtype?"
             )

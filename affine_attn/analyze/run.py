@@ -20,6 +20,7 @@ from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.run import MODEL
 from affine_attn.distill.shards import TOKENIZER
 from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.errors import UserError
 from affine_attn.evaluate.results import Subject, provenance, require_writable
 from affine_attn.models.convert import convert, load
 from affine_attn.models.folders import tokenizer_of
@@ -48,7 +49,7 @@ class Request:
             return slice(0, min(WINDOW, self.length))
         start, colon, stop = self.window.partition(":")
         if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= self.length):
-            raise ValueError(f"--window must be START:STOP within the {self.length} tokens, got {self.window!r}")
+            raise UserError(f"--window must be START:STOP within the {self.length} tokens, got {self.window!r}")
         return slice(int(start), int(stop))
 
 
@@ -94,10 +95,10 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
     config = model.config
     layers = sorted(set(request.layers)) or list(range(config.num_hidden_layers))
     if layers[0] < 0 or layers[-1] >= config.num_hidden_layers:
-        raise ValueError(f"--layer must be between 0 and {config.num_hidden_layers - 1} in {target.path}")
+        raise UserError(f"--layer must be between 0 and {config.num_hidden_layers - 1} in {target.path}")
     largest = max(int(sequence["input_ids"].max()) for sequence in sequences)
     if largest >= config.vocab_size:
-        raise ValueError(f"{request.data} has a token {largest}, {target.path} knows {config.vocab_size}: not its data")
+        raise UserError(f"{request.data} has a token {largest}, {target.path} knows {config.vocab_size}: not its data")
     with tqdm(total=len(sequences), desc=f"Analysing {target.name}") as bar:
         measured, maps = measure(model, sequences, layers, window, bar.update)
     if tokenizer is None and is_shards(request.data) and (request.data / TOKENIZER).is_dir():

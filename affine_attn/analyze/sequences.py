@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from affine_attn.distill.shards import MANIFEST, PROGRESS, TokenShards
+from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import documents, encode, prefix_token
 
 APART = "packed as in training: documents do not see each other"
@@ -32,9 +33,9 @@ def load_sequences(
         names = ("input_ids",) if join else ("input_ids", "position_ids")
         return [{name: item[name][None] for name in names} for item in items]
     if data.is_dir():
-        raise ValueError(f"{data} has no {MANIFEST}: give a folder that affine-attn prepare has made, or a text file")
+        raise UserError(f"{data} has no {MANIFEST}: give a folder that affine-attn prepare has made, or a text file")
     if tokenizer is None:
-        raise ValueError(f"a model without a tokenizer cannot read {data}: give shards, see affine-attn prepare")
+        raise UserError(f"a model without a tokenizer cannot read {data}: give shards, see affine-attn prepare")
     found = []
     stream = _tokens(data, tokenizer)
     while len(found) < count and len(part := list(islice(stream, length))) == length:
@@ -44,7 +45,7 @@ def load_sequences(
         sequence = {"input_ids": ids[None], "position_ids": positions[None]}
         found.append({"input_ids": ids[None]} if join else sequence)
     if not found:
-        raise ValueError(f"{data} has less than {length} tokens: give more text or a lower --length")
+        raise UserError(f"{data} has less than {length} tokens: give more text or a lower --length")
     return found
 
 

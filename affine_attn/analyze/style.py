@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from affine_attn.errors import MissingPackage
+
 try:
     import matplotlib
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("figures need matplotlib: pip install 'affine-attn[plots]'") from error
+    raise MissingPackage("figures need matplotlib: pip install 'affine-attn[plots]'") from error
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font

@@ -11,6 +11,7 @@ from affine_attn.analyze.files import Analysis
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import METRICS, JsonLines
 from affine_attn.distill.statistics import STATISTICS
+from affine_attn.errors import UserError
 
 # The paper's late phase: steps 7000 to 9000 of 9000.
 LATE = 7 / 9
@@ -42,7 +43,7 @@ def read_run(folder: Path, name: str, variant: str | None) -> Run:
     """``metrics.jsonl`` must be there, ``statistics.jsonl`` may."""
     metrics = JsonLines(folder / METRICS).rows()
     if not metrics:
-        raise ValueError(f"{folder} has no steps in {METRICS}: it is not the folder of a training run")
+        raise UserError(f"{folder} has no steps in {METRICS}: it is not the folder of a training run")
     return Run(name, variant, metrics, JsonLines(folder / STATISTICS).rows())
 
 

@@ -9,12 +9,14 @@ import typer
 
 from affine_attn import __version__
 from affine_attn.cli import evaluation, models, start, training
+from affine_attn.cli.terminal import show_tracebacks
 
 app = typer.Typer(
     name="affine-attn",
     help="Attention whose weights need not sum to one: affine scaling, sinks, gates and distance logits.",
     epilog="From text to a report: prepare, distill, eval, analyze, report; demo does it small, without eval. "
-    "Exit codes: 0 done, 2 wrong input (one line says what), 130 stopped by Ctrl-C, 143 by SIGTERM.",
+    "Exit codes: 0 done, 1 a bug (with its traceback), 2 wrong input (one line says what), "
+    "130 stopped by Ctrl-C, 143 by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -34,5 +36,9 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of every error, also of wrong input.")
+    ] = False,
 ) -> None:
     """Options that stand before a command."""
+    show_tracebacks(debug)

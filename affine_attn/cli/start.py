@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from affine_attn.cli.terminal import console, exit_codes_of_signals, one_line_errors, training_bar_alone
+from affine_attn.errors import UserError
 
 app = typer.Typer()
 PANEL = "Start"
@@ -40,7 +41,7 @@ def variants(
     """Print the table of attention variants (Markdown)."""
     with one_line_errors():
         if check and json_output:
-            raise ValueError("--json is of the table, not of --check")
+            raise UserError("--json is of the table, not of --check")
         if check:
             from affine_attn.check import check_variants
 
@@ -66,6 +67,6 @@ def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> No
     script = Path(__file__).parents[2] / "benchmarks" / "run.py"
     with one_line_errors():
         if not script.exists():
-            raise ValueError("bench needs a source checkout: benchmarks/run.py is not part of the installed package")
+            raise UserError("bench needs a source checkout: benchmarks/run.py is not part of the installed package")
     sys.argv = [str(script), *(arguments or [])]
     runpy.run_path(str(script), run_name="__main__")

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
+from affine_attn.errors import UserError
+
 console = Console()
 
 
@@ -17,20 +19,33 @@ def say(line: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad input is answered with a sentence, not with a traceback."""
+    """Answer what a user can mend with a sentence: a ``UserError``, and what the operating system refuses, such as a
+    missing file or a full disk. Any other error is a bug, whose traceback must be seen; ``--debug`` shows them all."""
     try:
         yield
     except BrokenPipeError:
         raise  # whoever read the output has had enough; click ends quietly
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+    except (UserError, OSError) as error:
+        mendable = isinstance(error, UserError) or error.errno is not None
+        if _debug or not mendable:
+            raise
         Console(stderr=True).print(_first_line(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
+_debug = False
+
+
+def show_tracebacks(wanted: bool) -> None:
+    """Decide, for the command that follows, whether errors are shown whole."""
+    global _debug
+    _debug = wanted
+
+
 def _first_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
+    if not isinstance(error, UserError) and isinstance(error, OSError):
         # Without the number that stands before it.
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror)
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

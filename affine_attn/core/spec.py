@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.errors import UserError
+
 
 class Coefficients(NamedTuple):
     """Stage 1 is affine in the raw score: s = factor * (scale * q.k) + offset. ``None`` means 1 and 0."""
@@ -47,7 +49,7 @@ def check_counts(owner: str, least: int = 1, **values: Any) -> None:
     """Raise if one of them is no integer from ``least`` on that kernels can count to."""
     for name, value in values.items():
         if not is_count(value, least):
-            raise ValueError(
+            raise UserError(
                 f"{owner}: {name} must be an integer >= {least}, got {value!r}; the largest is {LARGEST_COUNT}"
             )
 
@@ -94,7 +96,7 @@ class ScaleInvariant(Logit):
 
     def __post_init__(self):
         if not (is_number(self.tau) and self.tau > 0):
-            raise ValueError(f"ScaleInvariant: tau must be a number > 0, got {self.tau!r}")
+            raise UserError(f"ScaleInvariant: tau must be a number > 0, got {self.tau!r}")
 
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         # Keys ahead of the query are masked later; clamping keeps their factor, and so their gradient, finite.
@@ -113,7 +115,7 @@ class LogN(Logit):
 
     def __post_init__(self):
         if not is_count(self.length, 2):
-            raise ValueError(
+            raise UserError(
                 f"LogN: length must be an integer > 1, got {self.length!r}; the largest is {LARGEST_COUNT}"
             )
 
@@ -214,22 +216,22 @@ class Affine:
 
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
-            raise ValueError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
+            raise UserError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
         if _ends(ACTIVATIONS[self.phi]) is None:
-            raise ValueError(f"Affine: phi must map each number to one, which {self.phi!r} does not")
+            raise UserError(f"Affine: phi must map each number to one, which {self.phi!r} does not")
         if self.length != "keys" and not is_count(self.length, 0):
-            raise ValueError(
+            raise UserError(
                 f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}; the largest is {LARGEST_COUNT}"
             )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ValueError(f"Affine: momentum must be a number in [0, 1), got {self.momentum!r}")
+            raise UserError(f"Affine: momentum must be a number in [0, 1), got {self.momentum!r}")
         if not (is_number(self.alpha_range) and self.alpha_range > 0):
-            raise ValueError(f"Affine: alpha_range must be a number > 0, got {self.alpha_range!r}")
+            raise UserError(f"Affine: alpha_range must be a number > 0, got {self.alpha_range!r}")
         if not is_number(self.start):
-            raise ValueError(f"Affine: start must be a finite number, got {self.start!r}")
+            raise UserError(f"Affine: start must be a finite number, got {self.start!r}")
         for name in ("per_head", "beta"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"Affine: {name} must be True or False, got {getattr(self, name)!r}")
+                raise UserError(f"Affine: {name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -241,7 +243,7 @@ class Affine:
         """The same, starting as softmax where W_a is 0: alpha and alpha_ma are 1, and beta is 0."""
         start = float(ACTIVATIONS[self.phi](torch.zeros((), dtype=torch.float64, device="cpu")))
         if not (is_number(start) and start > 0):
-            raise ValueError(
+            raise UserError(
                 f"start_as_softmax: phi(0) must be positive and finite, so that alpha_range makes 1 of it, got {start} "
                 f"of {self.phi!r}"
             )
@@ -259,14 +261,14 @@ class AttentionSpec:
 
     def __post_init__(self):
         if self.logit is not None and type(self.logit) not in _LOGITS.values():
-            raise ValueError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
+            raise UserError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
         if not (self.sink is None or self.sink == "learned" or is_sink(self.sink)):
-            raise ValueError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
+            raise UserError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
-            raise ValueError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
+            raise UserError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
         if not (is_number(self.gate) or self.gate in [None, "learned", *GATES]):
             allowed = ["learned", *GATES]
-            raise ValueError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
+            raise UserError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_dict` is its inverse."""
@@ -280,9 +282,9 @@ class AttentionSpec:
         """The spec of what :meth:`to_dict` gave; missing entries have their defaults, unknown ones are refused."""
         known = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(data, dict):
-            raise ValueError(f"AttentionSpec: from_dict takes a dict with entries among {sorted(known)}, got {data!r}")
+            raise UserError(f"AttentionSpec: from_dict takes a dict with entries among {sorted(known)}, got {data!r}")
         if unknown := set(data) - known:
-            raise ValueError(f"AttentionSpec: unknown entries {sorted(unknown)}; allowed are {sorted(known)}")
+            raise UserError(f"AttentionSpec: unknown entries {sorted(unknown)}; allowed are {sorted(known)}")
         sink, affine = data.get("sink"), data.get("affine")
         return cls(
             logit=_logit_from_dict(data.get("logit")),
@@ -299,7 +301,7 @@ def encode_logit(logit: Logit | None) -> str:
     # __match_args__ are the fields of a dataclass, in a form that a compiler can trace.
     values = [getattr(logit, name) for name in logit.__match_args__]
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise ValueError(f"the parameters of a logit must be int or float, got {logit!r}")
+        raise UserError(f"the parameters of a logit must be int or float, got {logit!r}")
     if torch.compiler.is_compiling():
         # A number that was another before, in another layer say, is a variable to the compiler; a name needs its value.
         from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -328,18 +330,18 @@ def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
     if data is None:
         return None
     if not isinstance(data, dict):
-        raise ValueError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
+        raise UserError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in list(_LOGITS):  # as a list: what is no name need not have a hash
-        raise ValueError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
+        raise UserError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
     return _from_fields(_LOGITS[kind], fields)
 
 
 def _from_fields(kind: type, data: Any) -> Any:
     known = sorted(field.name for field in dataclasses.fields(kind))
     if not isinstance(data, dict) or set(data) - set(known):
-        raise ValueError(f"{kind.__name__}: entries must be among {known}, got {data!r}")
+        raise UserError(f"{kind.__name__}: entries must be among {known}, got {data!r}")
     return kind(**data)
 
 

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+from affine_attn.errors import UserError
 
 
 class Variant(NamedTuple):
@@ -39,14 +40,14 @@ VARIANTS: dict[str, Variant] = {
 def variant(name: str) -> AttentionSpec:
     """The spec of a named variant, or of several put together: ``"scale_invariant+affine"`` has the stages of both."""
     if not isinstance(name, str):
-        raise ValueError(f"variant: name must be a str, got {name!r}")
+        raise UserError(f"variant: name must be a str, got {name!r}")
     stages: dict[str, Any] = {}
     for part in name.split("+"):
         spec = _named(part)
         own = {field.name: value for field in fields(spec) if (value := getattr(spec, field.name)) is not None}
         for stage in own:
             if stages.get(stage, own[stage]) != own[stage]:
-                raise ValueError(f"variant {name!r}: {part!r} has another {stage} than what it is put together with")
+                raise UserError(f"variant {name!r}: {part!r} has another {stage} than what it is put together with")
         stages |= own
     return AttentionSpec(**stages)
 
@@ -55,7 +56,7 @@ def _named(name: str) -> AttentionSpec:
     if name not in VARIANTS:
         nearest = get_close_matches(name, VARIANTS, n=1)
         hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-        raise ValueError(f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}, and several joined by +")
+        raise UserError(f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}, and several joined by +")
     return VARIANTS[name].spec
 
 

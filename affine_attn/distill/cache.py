@@ -29,6 +29,7 @@ from affine_attn.distill.progress import token_progress
 from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
 from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.errors import NotFinite, UserError
 from affine_attn.models.convert import load, usable_device
 
 COMMAND = "cache-teacher"
@@ -60,14 +61,14 @@ class CachePlan:
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= self.vocabulary:
-            raise ValueError(f"top_k must be between 1 and the {self.vocabulary} vocabulary entries, got {self.k}")
+            raise UserError(f"top_k must be between 1 and the {self.vocabulary} vocabulary entries, got {self.k}")
         if self.dtype not in _STORED:
-            raise ValueError(f"dtype must be one of {', '.join(_STORED)}, got {self.dtype}")
+            raise UserError(f"dtype must be one of {', '.join(_STORED)}, got {self.dtype}")
         if self.shard_tokens < 1:
-            raise ValueError(f"a shard must hold at least one token, got {self.shard_tokens}")
+            raise UserError(f"a shard must hold at least one token, got {self.shard_tokens}")
         needed = shards.read_manifest(self.data)["vocab_size"]
         if needed > self.vocabulary:
-            raise ValueError(
+            raise UserError(
                 f"{self.data} has tokens up to {needed - 1}, the teacher {self.vocabulary} vocabulary entries that "
                 "count: it was made for another tokenizer"
             )
@@ -135,12 +136,12 @@ def cache_teacher(
     same time, say one per GPU: each takes the files that nobody has.
     """
     if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+        raise UserError(f"batch must be at least 1, got {batch}")
     place = usable_device(device)
     network = load(teacher, dtype=getattr(torch, plan.dtype))
     require_same_tokens(plan.data, teacher)
     if (entries := network.get_output_embeddings().weight.shape[0]) < plan.vocabulary:
-        raise ValueError(f"the teacher has {entries} vocabulary entries, fewer than {plan.vocabulary}")
+        raise UserError(f"the teacher has {entries} vocabulary entries, fewer than {plan.vocabulary}")
     settings = {"teacher_sha256": fingerprint(network), **plan.settings()}
     out = plan.out
     out.mkdir(parents=True, exist_ok=True)
@@ -186,10 +187,10 @@ def _begin(out: Path, settings: dict[str, Any], plan: CachePlan) -> None:
     if (out / shards.PROGRESS).exists():
         shards.require_same(shards.read_json(out / shards.PROGRESS)["settings"], settings, out)
     elif others := sorted(path.name for path in out.iterdir() if path.suffix != ".tmp"):
-        raise ValueError(f"{out} is not empty ({others[0]}) and was not begun by this command; give a new folder")
+        raise UserError(f"{out} is not empty ({others[0]}) and was not begun by this command; give a new folder")
     left = plan.bytes - sum(path.stat().st_size for path in out.glob("*.top*"))
     if (free := shutil.disk_usage(out).free) < left:
-        raise ValueError(
+        raise UserError(
             f"{out} needs {left / 2**30:,.1f} GiB more, its disk has {free / 2**30:,.1f} GiB: "
             "lower --top-k or give --output"
         )
@@ -225,7 +226,7 @@ def _records(teacher: PreTrainedModel, data: TokenShards, sequences: range, plan
     context = {name: torch.stack([item[name] for item in items]).to(teacher.device) for name in names}
     found = Largest(*(x.cpu() for x in largest(ask(teacher, context), plan.k, plan.vocabulary)))
     if not math.isfinite(found.log_sum_exp.sum()):
-        raise FloatingPointError(f"the teacher's logits are not finite in sequences {sequences[0]} to {sequences[-1]}")
+        raise NotFinite(f"the teacher's logits are not finite in sequences {sequences[0]} to {sequences[-1]}")
     records = np.empty(found.log_sum_exp.shape, plan.record)
     for name, tensor in found._asdict().items():
         records[name] = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
@@ -255,13 +256,13 @@ class CachedShards(TokenShards):
         self.cache_manifest = shards.read_manifest(cache, COMMAND)
         made = self.cache_manifest["settings"]
         if made["tokenizer_sha256"] != self.manifest.get("tokenizer_sha256"):
-            raise ValueError(f"{cache} was made for another tokenizer than that of {folder}: {_REMEDY}")
+            raise UserError(f"{cache} was made for another tokenizer than that of {folder}: {_REMEDY}")
         if made["data_sha256"] != shards.fingerprint(self.folder, self.manifest):
-            raise ValueError(f"{cache} was made for other tokens than those of {folder}: {_REMEDY}")
+            raise UserError(f"{cache} was made for other tokens than those of {folder}: {_REMEDY}")
         needed = {"sequence_length": sequence_length, "documents": documents, "vocabulary": vocabulary}
         for name, value in (needed if top_k is None else needed | {"top_k": top_k}).items():
             if made[name] != value:
-                raise ValueError(f"{cache} was made with {name}={made[name]}, not {value}: give the same, or {_REMEDY}")
+                raise UserError(f"{cache} was made with {name}={made[name]}, not {value}: give the same, or {_REMEDY}")
         self._record = record_dtype(made["top_k"], made["vocabulary"], made["dtype"])
         self._is_bfloat16 = made["dtype"] == "bfloat16"
         self._per_file, self._split = _sequences_per_file(made["shard_tokens"], sequence_length), split

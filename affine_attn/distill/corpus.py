@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from affine_attn.errors import MissingPackage, UserError
+
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".py")
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
@@ -61,12 +63,12 @@ def find_sources(
             if shards is not None and path.resolve() in shards.resolve().parents:
                 files = [file for file in files if not file.resolve().is_relative_to(shards.resolve())]
             if not files:
-                raise ValueError(f"{name} holds no text, JSON-lines or parquet files")
+                raise UserError(f"{name} holds no text, JSON-lines or parquet files")
             found += [_file(file, text_field, separator) for file in files]
         elif path.exists():
             found.append(_file(path, text_field, separator))
         elif path.is_absolute() or name.startswith(".") or _format(path) is not None:
-            raise ValueError(f"there is no file or folder {name}")
+            raise UserError(f"there is no file or folder {name}")
         else:
             found.append(Source(name, partial(_read_hub, name, text_field)))
     return found[:max_files] if found else [standard_library(max_files)]
@@ -102,7 +104,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
             try:
                 import pyarrow
             except ModuleNotFoundError as error:
-                raise ModuleNotFoundError(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
+                raise MissingPackage(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
             # Buffered for its lines: pyarrow's own stream has none.
             return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, pyarrow.input_stream(raw, compression="zstd"))))
     return raw
@@ -115,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
             for line in _decompressed(path, raw):
                 yield line, raw.tell()
         except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or cut short: {error}") from error
+            raise UserError(f"{path} is damaged or cut short: {error}") from error
 
 
 def _read_text(path: Path, separator: str | None, skip: int) -> Iterator[tuple[str, int]]:
@@ -137,7 +139,7 @@ def _decode(text: bytes, path: Path) -> str:
     try:
         return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a document)") from error
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a document)") from error
 
 
 def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
@@ -147,18 +149,18 @@ def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[tuple[s
         try:
             record = json.loads(line) if line.strip() else {text_field: ""}
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
+            raise UserError(f"{path}, line {number + 1}, is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number + 1}, is not an object with fields")
+            raise UserError(f"{path}, line {number + 1}, is not an object with fields")
         yield _text(record, text_field, f"{path}, line {number + 1},"), position
 
 
 def _text(record: Mapping[str, object], text_field: str, where: str) -> str:
     if text_field not in record:
-        raise ValueError(f"{where} has no field {text_field!r}, only {', '.join(map(repr, record))}; give --text-field")
+        raise UserError(f"{where} has no field {text_field!r}, only {', '.join(map(repr, record))}; give --text-field")
     text = record[text_field]
     if not isinstance(text, str | None):
-        raise ValueError(f"{where} has a {type(text).__name__} in field {text_field!r}, not text")
+        raise UserError(f"{where} has a {type(text).__name__} in field {text_field!r}, not text")
     # JSON can spell half of a surrogate pair, which is no text that could be encoded.
     return (text or "").encode("utf-8", "replace").decode("utf-8")
 
@@ -168,11 +170,11 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
+        raise MissingPackage(f"{path} needs pyarrow: pip install 'affine-attn[data]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field not in (columns := file.schema_arrow.names):
-                raise ValueError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
+                raise UserError(f"{path} has no field {text_field!r}, only {', '.join(map(repr, columns))}")
             size, rows = path.stat().st_size, file.metadata.num_rows
             number = 0
             for group in range(file.metadata.num_row_groups):
@@ -187,23 +189,23 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
                             yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
     # Of the file's end at once, of a page within when it is its turn.
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
     try:
         import datasets  # pyright: ignore[reportMissingImports] (an extra)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise MissingPackage(
             f"{name} is no file here, and a dataset of the hub needs datasets: pip install 'affine-attn[data]'"
         ) from error
     dataset, config, split, *more = [*name.split(":"), "", ""]
     if len(more) > 2:
-        raise ValueError(f"{name} is neither a file here nor a dataset ID[:CONFIG[:SPLIT]]")
+        raise UserError(f"{name} is neither a file here nor a dataset ID[:CONFIG[:SPLIT]]")
     try:
         stream = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:  # what datasets raises for no network, no such dataset, config or split
-        raise ValueError(f"{name} is no file here and could not be opened on the hub: {error}") from error
+        raise UserError(f"{name} is no file here and could not be opened on the hub: {error}") from error
     position = 0
     for number, record in enumerate(stream.skip(skip), start=skip):
         text = _text(record, text_field, f"{name}, row {number + 1},")
@@ -226,7 +228,7 @@ def standard_library(max_files: int | None = None) -> Source:
         and not file.relative_to(root).as_posix().startswith(("_sysconfigdata", "config-"))
     ][:max_files]
     if not files:
-        raise ValueError(f"the standard library's source files are not in {root}: name files to prepare")
+        raise UserError(f"the standard library's source files are not in {root}: name files to prepare")
 
     def read(skip: int) -> Iterator[tuple[str, int]]:
         position = sum(file.stat().st_size for file in files[:skip])

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from affine_attn.distill.losses import CHUNK_BYTES
 from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
+from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, preset
 from affine_attn.models.convert import named_place, require_place
 
@@ -90,7 +91,7 @@ def architecture(teacher: str, offline: bool = True) -> PreTrainedConfig:
     if name in PRESETS:
         return preset(name, "softmax")
     if offline and not Path(name).is_dir():
-        raise ValueError(f"teacher={name} is no folder and no preset: its size is not known without the network")
+        raise UserError(f"teacher={name} is no folder and no preset: its size is not known without the network")
     require_place(name)
     with named_place(name):
         return AutoConfig.from_pretrained(name, local_files_only=offline)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from affine_attn.errors import UserError
+
 STEPS = 500
 SPIKE_FACTORS = (6, 9)
 
@@ -17,7 +19,7 @@ def gradient_statistics(norms: Sequence[float], steps: int = STEPS) -> dict[str,
     """Mean, standard deviation, variance, their ratio CV = std / mean, and spikes: steps with g > median + k MAD."""
     g = np.asarray(norms[:steps], np.float64)
     if not g.size:
-        raise ValueError("there are no gradient norms")
+        raise UserError("there are no gradient norms")
     mean, std = g.mean(), g.std()
     median = np.median(g)
     mad = np.median(abs(g - median))

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from affine_attn.errors import UserError
+
 KINDS = ("soft_ce", "forward_kl", "reverse_kl", "jsd")
 IGNORE_INDEX = -100
 # Of a chunk's logits. The sum of the head's gradient is read and written once per chunk, so small ones cost time.
@@ -49,15 +51,13 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"loss: its kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
+            raise UserError(f"loss: its kind is {self.kind!r}; allowed are {', '.join(KINDS)}")
         if not (0 < self.temperature < math.inf):
-            raise ValueError(f"temperature is {self.temperature}; it must be positive and finite")
+            raise UserError(f"temperature is {self.temperature}; it must be positive and finite")
         if not 0 < self.beta < 1:
-            raise ValueError(
-                f"beta is {self.beta}; it lies between 0 and 1, whose limits are forward_kl and reverse_kl"
-            )
+            raise UserError(f"beta is {self.beta}; it lies between 0 and 1, whose limits are forward_kl and reverse_kl")
         if not 0 <= self.hard <= 1:
-            raise ValueError(f"hard is {self.hard}; it must lie in [0, 1]")
+            raise UserError(f"hard is {self.hard}; it must lie in [0, 1]")
 
 
 class Teacher(NamedTuple):
@@ -188,12 +188,12 @@ def _job(
 ) -> _Job:
     rows = hidden.shape[:-1]
     if rows.numel() == 0:
-        raise ValueError(f"hidden has no tokens: its shape is {tuple(hidden.shape)}")
+        raise UserError(f"hidden has no tokens: its shape is {tuple(hidden.shape)}")
     dtype = _product_dtype("student", hidden, weight)
     if target is None and labels is None:
-        raise ValueError("there is nothing to learn from: give a target, labels or both")
+        raise UserError("there is nothing to learn from: give a target, labels or both")
     if target is not None and labels is None and spec.hard > 0:
-        raise ValueError(f"spec.hard is {spec.hard} but no labels are given")
+        raise UserError(f"spec.hard is {spec.hard} but no labels are given")
     expected = {"labels": labels, "mask": mask}
     if isinstance(target, Teacher):
         expected["target.hidden"] = target.hidden[..., 0]
@@ -201,16 +201,16 @@ def _job(
         expected["target.logits"] = target.logits[..., 0]
     elif target is not None:
         if spec.kind == "reverse_kl":
-            raise ValueError("reverse_kl is infinite for a top-k target, which has entries of probability 0")
+            raise UserError("reverse_kl is infinite for a top-k target, which has entries of probability 0")
         if target.ids.shape != target.log_probs.shape:
             shapes = f"{tuple(target.ids.shape)} and {tuple(target.log_probs.shape)}"
-            raise ValueError(f"target.ids and target.log_probs must have one shape, got {shapes}")
+            raise UserError(f"target.ids and target.log_probs must have one shape, got {shapes}")
         expected["target.ids"] = target.ids[..., 0]
     for name, tensor in expected.items():
         if tensor is not None and tensor.shape != rows:
-            raise ValueError(f"{name} is for tokens {tuple(tensor.shape)}, hidden for {tuple(rows)}")
+            raise UserError(f"{name} is for tokens {tuple(tensor.shape)}, hidden for {tuple(rows)}")
     if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (True = counts), got {mask.dtype}")
+        raise UserError(f"mask must be bool (True = counts), got {mask.dtype}")
 
     vocabulary = _shared_vocabulary(weight, target, shared)
     valid = torch.ones(rows, dtype=torch.bool, device=hidden.device) if mask is None else mask
@@ -237,13 +237,13 @@ def _job(
 def _product_dtype(who: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype in which a linear layer would multiply here."""
     if hasattr(weight, "full_tensor"):
-        raise ValueError(f"the {who}'s weight is a DTensor; compute the loss inside the forward that gathers it")
+        raise UserError(f"the {who}'s weight is a DTensor; compute the loss inside the forward that gathers it")
     if hidden.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"the {who}'s hidden size is {hidden.shape[-1]}, its head takes {weight.shape[-1]}")
+        raise UserError(f"the {who}'s hidden size is {hidden.shape[-1]}, its head takes {weight.shape[-1]}")
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"the {who}'s hidden states are {hidden.dtype}, its head is {weight.dtype}")
+        raise UserError(f"the {who}'s hidden states are {hidden.dtype}, its head is {weight.dtype}")
     return hidden.dtype
 
 
@@ -256,12 +256,10 @@ def _shared_vocabulary(weight: Tensor, target: Teacher | Logits | TopK | None, s
     said = " and ".join(f"the {who} has {size}" for who, size in sizes.items())
     if shared is None:
         if len(set(sizes.values())) > 1:
-            raise ValueError(
-                f"{said} vocabulary entries: give shared, the number of leading entries that mean the same"
-            )
+            raise UserError(f"{said} vocabulary entries: give shared, the number of leading entries that mean the same")
         return weight.shape[0]
     if not 1 <= shared <= min(sizes.values()):
-        raise ValueError(f"shared is {shared}, but {said} vocabulary entries")
+        raise UserError(f"shared is {shared}, but {said} vocabulary entries")
     return shared
 
 
@@ -271,7 +269,7 @@ def _check_entries(name: str, entries: Tensor, vocabulary: int) -> None:
     if entries.is_cuda:
         torch._assert_async(allowed, message)  # the host does not wait
     elif not allowed:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -27,6 +27,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from affine_attn.distill.estimate import PEAKS
+from affine_attn.errors import UserError
 
 METRICS = "metrics.jsonl"
 _NAMES = {"learning_rate": "lr"}
@@ -49,7 +50,7 @@ class JsonLines:
             row = json.loads(line)
             row["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self.path}, line {number}, is damaged: remove it") from error
+            raise UserError(f"{self.path}, line {number}, is damaged: remove it") from error
         return row
 
     def cut(self, step: int) -> None:

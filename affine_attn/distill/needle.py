@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from affine_attn.distill.shards import IGNORED, TokenShards
 from affine_attn.distill.tokenizer import find_tokenizer, load_tokenizer
+from affine_attn.errors import UserError
 
 CITIES = (
     "Amsterdam", "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Delhi", "Dublin", "Geneva", "Hanoi", "Helsinki",
@@ -44,7 +45,7 @@ class Needles:
         self.text, self._encode = text, encode
         # Digits that look alike to the model would make every answer right.
         if len({tuple(encode(f" {digit}")) for digit in range(10)}) < 10:
-            raise ValueError("the tokenizer does not tell digits apart, which needles are made of")
+            raise UserError("the tokenizer does not tell digits apart, which needles are made of")
 
     def haystack(
         self, rng: np.random.Generator, start: int, length: int, depths: Sequence[float], asked: Sequence[int]
@@ -60,9 +61,9 @@ class Needles:
         room = length - sum(len(p) + len(a) + len(stop) for p, a in zip(prompts, answers, strict=True))
         room -= sum(len(prompts[i]) + len(answers[i]) for i in asked)
         if room < 1:
-            raise ValueError(f"{length} tokens are too few for {len(depths)} needles and {len(asked)} questions")
+            raise UserError(f"{length} tokens are too few for {len(depths)} needles and {len(asked)} questions")
         if start + room > self.text.tokens:
-            raise ValueError(
+            raise UserError(
                 f"a haystack of {length} tokens needs {room} of text, there are {self.text.tokens}: give more text"
             )
         words, pieces, done = self.text.read(start, start + room).astype(np.int64).tolist(), [], 0
@@ -91,7 +92,7 @@ class NeedleSequences(Dataset[dict[str, Tensor]]):
 
     def __init__(self, text: TokenShards, number: int, needles: int = 3, seed: int = 0, first: int = 0):
         if not 1 <= needles <= len(CITIES):
-            raise ValueError(f"needles must be between 1 and {len(CITIES)}, got {needles}")
+            raise UserError(f"needles must be between 1 and {len(CITIES)}, got {needles}")
         self.text, self.number, self.needles, self.seed, self.first = text, number, needles, seed, first
         self.sequence_length, self.manifest, self.tokenizer = text.sequence_length, text.manifest, text.tokenizer
         # No lambda: processes that read data get this object pickled.

@@ -26,6 +26,7 @@ from affine_attn.distill.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
 )
+from affine_attn.errors import UserError
 
 # Text enough for the tokenizer's threads, little enough to hold.
 BATCH_CHARACTERS = 1 << 21
@@ -63,9 +64,9 @@ def prepare(
     """
     out = Path(out)
     if not 0 <= valid < 1:
-        raise ValueError(f"the part for validation must be at least 0 and below 1, got {valid}")
+        raise UserError(f"the part for validation must be at least 0 and below 1, got {valid}")
     if shard_tokens < 1:
-        raise ValueError(f"a shard must hold at least one token, got {shard_tokens}")
+        raise UserError(f"a shard must hold at least one token, got {shard_tokens}")
     sources = find_sources(names, text_field, separator, max_files, shards=out)
     given = None if tokenizer is None else find_tokenizer(tokenizer)
     settings = {
@@ -90,7 +91,7 @@ def prepare(
         if state is not None:
             _same(state, settings, out)
             if tokenizer_hash(out / shards.TOKENIZER) != state["tokenizer_sha256"]:
-                raise ValueError(f"{out / shards.TOKENIZER} was changed since this folder was begun; give a new folder")
+                raise UserError(f"{out / shards.TOKENIZER} was changed since this folder was begun; give a new folder")
         else:
             state = _begin(out, sources, given, settings)
         return _write_shards(out, sources, state, console or Console(stderr=True))
@@ -98,7 +99,7 @@ def prepare(
 
 def _same(state: dict[str, Any], settings: dict[str, Any], out: Path) -> dict[str, Any]:
     if (old := state["settings"]["sources"]) != (new := settings["sources"]):
-        raise ValueError(f"{out} was begun with {_first_difference(old, new)}; give the same, or a new folder")
+        raise UserError(f"{out} was begun with {_first_difference(old, new)}; give the same, or a new folder")
     shards.require_same(state["settings"], settings, out)
     return state
 
@@ -114,7 +115,7 @@ def _first_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
 
 def _begin(out: Path, sources: list[Source], given: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
     if others := sorted(path.name for path in out.iterdir() if path.suffix != ".tmp"):
-        raise ValueError(f"{out} is not empty ({others[0]}) and was not begun by this command; give a new folder")
+        raise UserError(f"{out} is not empty ({others[0]}) and was not begun by this command; give a new folder")
     folder = out / f"{shards.TOKENIZER}.tmp"
     shutil.rmtree(folder, ignore_errors=True)
     if given is None:
@@ -189,7 +190,7 @@ def _write_shards(out: Path, sources: list[Source], state: dict[str, Any], conso
     if document is not None:
         commit(writers, document)
     if not any(state["shards"].values()):
-        raise ValueError("there is no text in " + ", ".join(source.name for source in sources))
+        raise UserError("there is no text in " + ", ".join(source.name for source in sources))
     manifest = {key: value for key, value in state.items() if key != "next"}
     for unit in ("tokens", "documents"):
         manifest[unit] = {split: sum(entry[unit] for entry in entries) for split, entries in state["shards"].items()}

@@ -18,6 +18,7 @@ from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import variant
 from affine_attn.distill.losses import LossSpec
 from affine_attn.distill.shards import TEACHER_CACHE
+from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
 from affine_attn.models.presets import at_length, surroundings
 
@@ -91,13 +92,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.student not in PRESETS:
-            raise ValueError(f"student={self.student} is no preset{_nearest(self.student, PRESETS)}")
+            raise UserError(f"student={self.student} is no preset{_nearest(self.student, PRESETS)}")
         # Their own checks: variant, rho, loss, temperature, hard, the preset of a teacher.
         _ = self.spec, self.loss_spec, self.teacher_recipe
         positive = ("sequence_length", "global_batch", "micro_batch", "steps", "learning_rate", "save_steps")
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+                raise UserError(f"{name} must be positive and finite, got {getattr(self, name)}")
         counts = (
             "needles",
             "warmup_steps",
@@ -109,22 +110,22 @@ class Recipe:
         )
         for name in ("weight_decay", "max_grad_norm", *counts):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+                raise UserError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError(
+            raise UserError(
                 f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are more than steps={self.steps}"
             )
         if self.top_k is not None and (self.teacher is None or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k} must be positive, and have a teacher to cut")
+            raise UserError(f"top_k={self.top_k} must be positive, and have a teacher to cut")
         if self.loss == "reverse_kl" and (self.top_k or self.teacher_cache):
-            raise ValueError("loss=reverse_kl needs the whole teacher: it is infinite where a target is 0")
+            raise UserError("loss=reverse_kl needs the whole teacher: it is infinite where a target is 0")
         for name, kind in typing.get_type_hints(type(self)).items():
             allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
             if allowed and getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)}")
+                raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)}")
 
     @property
     def spec(self) -> AttentionSpec:
@@ -170,7 +171,7 @@ class Recipe:
         """Micro-batches of an optimizer step on each of so many devices."""
         turn = self.micro_batch * devices
         if self.global_batch % turn:
-            raise ValueError(
+            raise UserError(
                 f"global_batch={self.global_batch} is no multiple of micro_batch={self.micro_batch} times "
                 f"{devices} device{'s' if devices > 1 else ''}"
             )
@@ -190,9 +191,9 @@ class Recipe:
         for assignment in assignments:
             name, equals, text = assignment.partition("=")
             if not equals:
-                raise ValueError(f"{assignment!r} is not of the form field=value")
+                raise UserError(f"{assignment!r} is not of the form field=value")
             if name not in kinds:
-                raise ValueError(f"a recipe has no field {name!r}{_nearest(name, kinds)}")
+                raise UserError(f"a recipe has no field {name!r}{_nearest(name, kinds)}")
             changes[name] = _parsed(name, text, kinds[name])
         return dataclasses.replace(self, **changes)
 
@@ -286,7 +287,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 def recipe(name: str, assignments: Sequence[str] = ()) -> Recipe:
     """The recipe of that name with ``field=value`` entries applied."""
     if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}{_nearest(name, RECIPES)}")
+        raise UserError(f"there is no recipe {name!r}{_nearest(name, RECIPES)}")
     return RECIPES[name]().override(assignments)
 
 
@@ -302,12 +303,12 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} must be true or false, got {text!r}")
+            raise UserError(f"{name} must be true or false, got {text!r}")
         return text.lower() == "true"
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError as error:
             what = "an integer" if kind is int else "a number"
-            raise ValueError(f"{name} must be {what}, got {text!r}") from error
+            raise UserError(f"{name} must be {what}, got {text!r}") from error
     return text

@@ -33,6 +33,7 @@ from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
+from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length
@@ -63,18 +64,18 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     dataset, config = sequences(recipe), recipe.student_config
     tokens = fingerprint(Path(recipe.data), dataset.manifest)
     if checkpoint and _tokens_before(output) not in (tokens, None):
-        raise ValueError(f"{recipe.data} has other tokens than when {output} was begun: give a new folder")
+        raise UserError(f"{recipe.data} has other tokens than when {output} was begun: give a new folder")
     needed = dataset.manifest["vocab_size"]
     has = f"{recipe.data} has tokens up to {needed - 1},"
     if needed > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{has} the student's vocabulary {config.vocab_size} entries: give vocab_size={needed} or other data"
         )
     if recipe.shared_vocab is not None and needed > recipe.shared_vocab:
-        raise ValueError(f"{has} shared_vocab={recipe.shared_vocab} leaves some of them out: give at least {needed}")
+        raise UserError(f"{has} shared_vocab={recipe.shared_vocab} leaves some of them out: give at least {needed}")
     teacher = _teacher(recipe, output)
     if teacher is not None and needed > (known := teacher.config.get_text_config().vocab_size):
-        raise ValueError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
+        raise UserError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
     _require_target(recipe, config.vocab_size, teacher)
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
@@ -129,12 +130,12 @@ def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | Non
         sizes[f"teacher={recipe.teacher}"] = teacher.get_output_embeddings().weight.shape[0]
     has = f"{' and '.join(f'{who} has {size}' for who, size in sizes.items())} vocabulary entries"
     if recipe.shared_vocab is None and len(set(sizes.values())) > 1:
-        raise ValueError(f"{has}: give shared_vocab, the number of leading ones that mean the same")
+        raise UserError(f"{has}: give shared_vocab, the number of leading ones that mean the same")
     count = recipe.shared_vocab or entries
     if count > min(sizes.values()):
-        raise ValueError(f"{has}, fewer than shared_vocab={count}")
+        raise UserError(f"{has}, fewer than shared_vocab={count}")
     if recipe.top_k is not None and recipe.top_k > count:
-        raise ValueError(f"top_k={recipe.top_k} is more than the {count} vocabulary entries of the target")
+        raise UserError(f"top_k={recipe.top_k} is more than the {count} vocabulary entries of the target")
 
 
 def take_up(recipe: Recipe, output: Path) -> Path:
@@ -153,7 +154,7 @@ def _alone_in(output: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise ValueError(f"another process is training in {output}: let it end, or give a new folder") from error
+            raise UserError(f"another process is training in {output}: let it end, or give a new folder") from error
         except OSError as error:
             # Some file systems of clusters have no locks: no reason not to train there.
             warnings.warn(
@@ -217,7 +218,7 @@ def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:
 def _reporter(name: str) -> str:
     # transformers would answer with several lines, after the data and the teacher have been loaded.
     if name != "none" and importlib.util.find_spec(name) is None:
-        raise ValueError(f"report_to={name} needs that package: pip install {name}")
+        raise UserError(f"report_to={name} needs that package: pip install {name}")
     return name
 
 
@@ -226,14 +227,14 @@ def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
     if not (output / RECIPE).exists():
         return None
     if not resume:
-        raise ValueError(f"{output} holds a run: give --resume to go on with it, or a new folder")
+        raise UserError(f"{output} holds a run: give --resume to go on with it, or a new folder")
     try:
         before = json.loads((output / RECIPE).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{output / RECIPE} is damaged: give a new folder") from error
+        raise UserError(f"{output / RECIPE} is damaged: give a new folder") from error
     for name, value in dataclasses.asdict(recipe).items():
         if name not in _FREE and before.get(name) != value:
-            raise ValueError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
+            raise UserError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
     return get_last_checkpoint(str(output))
 
 
@@ -245,19 +246,19 @@ def _student(recipe: Recipe) -> AffineAttnForCausalLM:
     model = load(recipe.start, dtype=torch.float32)
     require_same_tokens(Path(recipe.data), recipe.start)
     if not isinstance(model, AffineAttnForCausalLM):
-        raise ValueError(
+        raise UserError(
             f"start={recipe.start} is a {type(model).__name__}: give it an attention with affine-attn convert"
         )
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if getattr(model.config, name) != getattr(config, name):
-            raise ValueError(
+            raise UserError(
                 f"start={recipe.start} has {name} {getattr(model.config, name)}, student={recipe.student} "
                 f"{getattr(config, name)}: give the student and the vocab_size it was trained with"
             )
     if any(
         at_length(model.config.spec(i), recipe.sequence_length) != recipe.spec for i in range(config.num_hidden_layers)
     ):
-        raise ValueError(
+        raise UserError(
             f"start={recipe.start} has another attention than attention={recipe.attention}, rho={recipe.rho}: "
             "give those it was trained with"
         )

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from affine_attn.errors import UserError
+
 ROUNDS = 8
 BLOCK = 1 << 14
 
@@ -60,7 +62,7 @@ class GlobalSampler(Sampler[int]):
         self, size: int, samples: int | None = None, seed: int = 0, batch_size: int = 1, rank: int = 0, world: int = 1
     ):
         if size < 1 or batch_size < 1 or not 0 <= rank < world:
-            raise ValueError(
+            raise UserError(
                 f"need size and batch_size of 1 or more and 0 <= rank < world, "
                 f"got size={size}, batch_size={batch_size}, rank={rank}, world={world}"
             )
@@ -68,7 +70,7 @@ class GlobalSampler(Sampler[int]):
         self.batch_size, self.rank, self.world = batch_size, rank, world
         self.consumed = 0
         if world > 1 and self.samples % (batch_size * world):
-            raise ValueError(
+            raise UserError(
                 f"{self.samples} samples do not divide into batches of {batch_size} on {world} ranks: "
                 "some ranks would run out before others"
             )
@@ -109,13 +111,13 @@ class GlobalSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("seed", "size"):
             if state[name] != getattr(self, name):
-                raise ValueError(
+                raise UserError(
                     f"the state is of a sampler with {name} {state[name]}, this one has {getattr(self, name)}: "
                     "its position would mean other data"
                 )
         consumed = int(state["consumed"])
         if not 0 <= consumed <= self.samples or consumed % (self.batch_size * self.world):
-            raise ValueError(
+            raise UserError(
                 f"consumed must be a multiple of {self.batch_size * self.world} (all ranks' batches) "
                 f"of at most {self.samples}, got {consumed}"
             )

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from affine_attn.errors import UserError
+
 VERSION = 1
 MANIFEST = "manifest.json"
 # Takes the manifest's place until every shard is there.
@@ -53,9 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged: it is not the JSON that this package writes") from error
+        raise UserError(f"{path} is damaged: it is not the JSON that this package writes") from error
     if version != VERSION:
-        raise ValueError(f"{path} is of format version {version}, this package reads {VERSION}: make the folder again")
+        raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: make the folder again")
     return content
 
 
@@ -65,8 +67,8 @@ def read_manifest(folder: str | Path, command: str = "prepare") -> dict[str, Any
     if (folder / MANIFEST).exists():
         return read_json(folder / MANIFEST)
     if (folder / PROGRESS).exists():
-        raise ValueError(f"{folder} is not complete: run affine-attn {command} again, it will go on")
-    raise ValueError(f"{folder} has no {MANIFEST}: make it with affine-attn {command}")
+        raise UserError(f"{folder} is not complete: run affine-attn {command} again, it will go on")
+    raise UserError(f"{folder} has no {MANIFEST}: make it with affine-attn {command}")
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def alone_in(folder: Path, wait: bool = False) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     except BlockingIOError as error:
-        raise ValueError(f"another process is preparing {folder}") from error
+        raise UserError(f"another process is preparing {folder}") from error
     finally:
         os.close(handle)
 
@@ -96,7 +98,7 @@ def require_same(before: dict[str, Any], settings: dict[str, Any], folder: Path)
     """What was begun goes on with the settings it was begun with."""
     for name, value in settings.items():
         if before[name] != value:
-            raise ValueError(
+            raise UserError(
                 f"{folder} was begun with {name} {before[name]!r}, not {value!r}; give the same, or a new folder"
             )
 
@@ -115,11 +117,9 @@ def temporary(path: Path) -> Path:
 
 def require_size(path: Path, size: int) -> None:
     if not path.exists():
-        raise ValueError(f"{path} is missing: the manifest lists it")
+        raise UserError(f"{path} is missing: the manifest lists it")
     if path.stat().st_size != size:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes where the manifest says {size}: it was cut or changed"
-        )
+        raise UserError(f"{path} has {path.stat().st_size} bytes where the manifest says {size}: it was cut or changed")
 
 
 class MappedFiles:
@@ -194,7 +194,7 @@ class TokenShards(Dataset[dict[str, Tensor]]):
         self.manifest = read_manifest(folder)
         self.dtype = token_dtype(self.manifest["dtype"])
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+            raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         self._shards = self.manifest["shards"][split]
         for shard in self._shards:
             require_size(self.folder / f"{shard['name']}.bin", shard["tokens"] * self.dtype.itemsize)
@@ -203,7 +203,7 @@ class TokenShards(Dataset[dict[str, Tensor]]):
         self._offsets = np.cumsum([0, *(shard["tokens"] for shard in self._shards)], dtype=np.int64)
         self.tokens = int(self._offsets[-1])
         if not 1 <= sequence_length <= self.tokens:
-            raise ValueError(
+            raise UserError(
                 f"sequence_length must be between 1 and the {self.tokens} {split} tokens of {folder}, "
                 f"got {sequence_length}"
             )

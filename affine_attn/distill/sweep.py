@@ -9,6 +9,7 @@ from typing import Any
 from affine_attn.distill.recipes import LEARNING_RATES, Recipe
 from affine_attn.distill.result import RESULT
 from affine_attn.distill.run import MODEL, TEACHER, take_up
+from affine_attn.errors import UserError
 
 # Columns of the table, as result.json has them.
 _LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
@@ -28,7 +29,7 @@ def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
     if sweep == "learning_rate":
         values = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
     if not name or not values:
-        raise ValueError(f"--sweep must be field=value,value,... or learning_rate, got {sweep!r}")
+        raise UserError(f"--sweep must be field=value,value,... or learning_rate, got {sweep!r}")
     assignments = [f"{name}={value}" for value in values.split(",")]
     students = {assignment: recipe.override([assignment]) for assignment in assignments}
     teacher = recipe.teacher_recipe

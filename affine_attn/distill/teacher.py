@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from affine_attn.distill.losses import CHUNK_BYTES, Logits, Teacher, TopK, chunk_size
+from affine_attn.errors import UserError
 
 
 class Largest(NamedTuple):
@@ -44,7 +45,7 @@ def frozen(teacher: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     if not torch.allclose(
         teacher(input_ids=ids, use_cache=False).logits.float(), product.float(), rtol=1e-2, atol=1e-2
     ):
-        raise ValueError(
+        raise UserError(
             f"{type(teacher).__name__}: its logits are not the product of its last hidden states and its head, "
             "which is what the loss computes"
         )
@@ -73,7 +74,7 @@ def largest(teacher: Teacher, k: int, shared: int | None = None, chunk_bytes: in
     """Of its first ``shared`` vocabulary entries (default all), a chunk of tokens at a time."""
     rows, head = teacher.hidden.flatten(0, -2), teacher.weight[:shared]
     if not 1 <= k <= head.shape[0]:
-        raise ValueError(f"top_k must be between 1 and the teacher's {head.shape[0]} vocabulary entries, got {k}")
+        raise UserError(f"top_k must be between 1 and the teacher's {head.shape[0]} vocabulary entries, got {k}")
     ids = torch.empty(rows.shape[0], k, dtype=torch.int32, device=rows.device)
     logits = torch.empty(rows.shape[0], k, dtype=rows.dtype, device=rows.device)
     log_sum_exp = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)

@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from affine_attn.errors import MissingPackage, UserError
+
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("preparing data needs tokenizers: pip install 'affine-attn[models]'") from error
+    raise MissingPackage("preparing data needs tokenizers: pip install 'affine-attn[models]'") from error
 
 from affine_attn.distill.shards import TOKENIZER
 
@@ -27,7 +29,7 @@ def find_tokenizer(name: str) -> Path:
     if path.is_file():
         return path
     if path.exists() or path.is_absolute() or name.startswith("."):
-        raise ValueError(f"{name} is neither a tokenizer.json nor a folder with one")
+        raise UserError(f"{name} is neither a tokenizer.json nor a folder with one")
     from transformers.utils.hub import cached_file
 
     from affine_attn.models.convert import named_place
@@ -59,7 +61,7 @@ def require_same_tokens(data: Path, model: str) -> None:
     theirs = _ordinary_tokens(Path(file))
     for i, token in sorted(_ordinary_tokens(data / TOKENIZER / FILE).items()):
         if theirs.get(i, token) != token:
-            raise ValueError(
+            raise UserError(
                 f"{data} was made with another tokenizer than that of {model}: token {i} is {token!r} there, "
                 f"{theirs[i]!r} here; prepare it with --tokenizer {model}"
             )
@@ -76,7 +78,7 @@ def load_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
+        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -91,9 +93,9 @@ def end_of_document(file: Path, token: str | None = None) -> str:
         token = given["content"] if isinstance(given, dict) else given
     encoder = load_tokenizer(file)
     if token is None:
-        raise ValueError(f"{file} does not say which token ends a document: give --end-of-document")
+        raise UserError(f"{file} does not say which token ends a document: give --end-of-document")
     if encoder.token_to_id(token) is None:
-        raise ValueError(f"{token!r} is not a token of {file}, so it cannot end documents")
+        raise UserError(f"{token!r} is not a token of {file}, so it cannot end documents")
     return token
 
 
@@ -113,7 +115,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     """Byte-level BPE, the same for the same texts, as a folder that AutoTokenizer loads."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
-        raise ValueError(f"--vocab-size must be above {len(alphabet)} (every byte and the end), got {vocab_size}")
+        raise UserError(f"--vocab-size must be above {len(alphabet)} (every byte and the end), got {vocab_size}")
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())

@@ -31,6 +31,7 @@ from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, frozen, largest
+from affine_attn.errors import FileError, NotFinite, UserError
 
 _UNFINISHED = "checkpoint.tmp"
 # FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
@@ -69,12 +70,12 @@ class DistillTrainer(Trainer):
         **others: Any,
     ):
         if args.n_gpu > 1:
-            raise ValueError(
+            raise UserError(
                 f"one process sees {args.n_gpu} GPUs: start one per GPU with torchrun --nproc-per-node {args.n_gpu}, "
                 "or choose one with CUDA_VISIBLE_DEVICES"
             )
         if args.max_steps < 1:
-            raise ValueError(
+            raise UserError(
                 f"max_steps must be given: the order of the data spans the whole run; got {args.max_steps}"
             )
         # One that a user put there.
@@ -129,10 +130,10 @@ class DistillTrainer(Trainer):
             shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
         try:
             return super().train(*args, **others)
-        except (OSError, FloatingPointError) as error:
+        except (OSError, NotFinite) as error:
             last = get_last_checkpoint(str(self._folder)) if self._folder.is_dir() else None
             good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-            raise type(error)(f"{error}; {good}") from error
+            raise (FileError if isinstance(error, OSError) else NotFinite)(f"{error}; {good}") from error
         finally:
             self._bar.end()
 
@@ -211,7 +212,7 @@ class DistillTrainer(Trainer):
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(value := logs.get(name, 0.0)):
-                raise FloatingPointError(f"{name} is {value} at step {self.state.global_step}")
+                raise NotFinite(f"{name} is {value} at step {self.state.global_step}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _loadable(resume_from_checkpoint):
@@ -226,7 +227,7 @@ class DistillTrainer(Trainer):
                 # Trainer would begin anew: without moments, at the learning rate of the first step.
                 for name in ("optimizer", "scheduler"):
                     if not any(path.name.startswith(name) for path in Path(checkpoint).iterdir()):
-                        raise ValueError(f"it has no {name}")
+                        raise UserError(f"it has no {name}")
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -266,7 +267,7 @@ def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = str(error).splitlines()[0]
-        raise OSError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
+        raise FileError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
 
 
 @contextmanager
@@ -276,7 +277,7 @@ def _loadable(checkpoint: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} could not be loaded ({reason}): if it is damaged, remove it to go on after the one before"
         ) from error
 

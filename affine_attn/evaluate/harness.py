@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import bits, perplexity
 from affine_attn.evaluate.score import Pair, Score, batch_rows, checked_batch_size
 from affine_attn.evaluate.tasks import quiet
@@ -32,7 +33,7 @@ class BatchedLM(_HFLM):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | None = None):
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has neither a begin nor an end token, which an empty context needs")
+            raise UserError("the tokenizer has neither a begin nor an end token, which an empty context needs")
         batch_size = checked_batch_size(model.config, batch_size)
         with quiet("lm_eval.models.huggingface"):
             super().__init__(
@@ -61,7 +62,7 @@ class BatchedLM(_HFLM):
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[Any]:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"a continuation has {longest} tokens, more than the {self.max_length} positions of the model"
             )
         return self._scores(requests, **options)
@@ -104,7 +105,7 @@ class ElsewhereLM(BatchedLM):
         return Pair(tuple(tokens[: -len(continuation)]), tuple(continuation))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        raise ValueError(f"{requests[0].task_name} generates text; only log-likelihoods can be computed elsewhere")
+        raise UserError(f"{requests[0].task_name} generates text; only log-likelihoods can be computed elsewhere")
 
 
 def run_task(lm: BatchedLM, loaded: Any, limit: int | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.distill.needle import Haystack, Needles, Stream
 from affine_attn.distill.shards import IGNORED, TokenShards
+from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import documents, encode, prefix_token, token_losses
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -30,7 +31,7 @@ class JoinedTexts:
         prefix = prefix_token(tokenizer)
         texts = [[prefix, *encode(tokenizer, text)] for text in documents(file)]
         if not texts:
-            raise ValueError(f"{file} has no text")
+            raise UserError(f"{file} has no text")
         self._tokens = np.concatenate(texts).astype(np.int64)
         self.tokens = len(self._tokens)
 
@@ -50,7 +51,7 @@ def loss_by_position(model: PreTrainedModel, stream: Stream, length: int, limit:
     """
     sequences = min((stream.tokens - 1) // length, limit or stream.tokens)
     if sequences < 1:
-        raise ValueError(f"--length {length} needs {length + 1} tokens, and there are {stream.tokens}")
+        raise UserError(f"--length {length} needs {length + 1} tokens, and there are {stream.tokens}")
     edges = [0, *(2**i for i in range(math.ceil(math.log2(length)) if length > 1 else 0)), length]
     means = np.empty((sequences, len(edges) - 1))
     whole = np.empty(sequences)

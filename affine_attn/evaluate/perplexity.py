@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from affine_attn.distill.corpus import find_sources
 from affine_attn.distill.losses import CHUNK_BYTES, chunk_size
 from affine_attn.distill.shards import IGNORED, TokenShards
+from affine_attn.errors import UserError
 from affine_attn.evaluate.score import Pair, score
 
 # "value" and "stderr", which is None where there is none.
@@ -57,7 +58,7 @@ def windows(tokens: Sequence[int], prefix: int, length: int, stride: int) -> Ite
     lm-evaluation-harness does it.
     """
     if not 1 <= stride <= length:
-        raise ValueError(f"--stride must be between 1 and the length of {length}, got {stride}")
+        raise UserError(f"--stride must be between 1 and the length of {length}, got {stride}")
     sequence = (prefix, *tokens)
     done = 1
     while done < len(sequence):
@@ -84,7 +85,7 @@ def text_perplexity(
     losses = [-sum(next(scores).log_likelihood for _ in pairs) for pairs in encoded]
     tokens = [sum(len(pair.continuation) for pair in pairs) for pairs in encoded]
     if not sum(tokens):
-        raise ValueError(f"{file} has no text to score")
+        raise UserError(f"{file} has no text to score")
     words, size = [len(re.split(r"\s+", text)) for text in texts], [len(text.encode()) for text in texts]
     return {
         "metrics": {
@@ -130,7 +131,7 @@ def token_losses(model: PreTrainedModel, item: dict[str, Tensor]) -> Tensor:
     """
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, name, None):
-            raise ValueError(f"a model with {name} has more than a plain head, which is all that is applied here")
+            raise UserError(f"a model with {name} has more than a plain head, which is all that is applied here")
     inputs = {name: item[name][None].to(model.device) for name in ("input_ids", "position_ids") if name in item}
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
@@ -148,7 +149,7 @@ def token_losses(model: PreTrainedModel, item: dict[str, Tensor]) -> Tensor:
 def documents(file: Path) -> Iterator[str]:
     """Texts of a file in its order; those of JSON lines are in the field "text"."""
     if not file.exists():
-        raise ValueError(f"there is no file {file}")
+        raise UserError(f"there is no file {file}")
     for source in find_sources([str(file)]):
         yield from (text for text, _ in source.read(0))
 
@@ -161,5 +162,5 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What stands before a document: the token of its begin, or where there is none that of an end."""
     found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(found, int):
-        raise ValueError("the tokenizer has neither a begin nor an end token to put before a document")
+        raise UserError("the tokenizer has neither a begin nor an end token to put before a document")
     return found

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
+from affine_attn.errors import UserError
 from affine_attn.models.convert import load, named_place, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
 
@@ -42,7 +43,7 @@ class Subject:
     def __init__(self, path: str, device: str | None = None, dtype: str | None = None):
         require_place(path)
         if dtype not in (None, *DTYPES):
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.path = path
         self.device = usable_device(device)
         # A CPU computes bfloat16 many times slower than float32, and no better.
@@ -57,7 +58,7 @@ class Subject:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         found = tokenizer_of(self.path)
         if found is None:
-            raise ValueError(f"{self.path} has no tokenizer")
+            raise UserError(f"{self.path} has no tokenizer")
         return found
 
     @cached_property
@@ -113,7 +114,7 @@ def measured_once(
         try:
             return json.loads(path.read_text(encoding="utf-8")), path, True
         except ValueError as error:
-            raise ValueError(f"{path} is damaged: remove it to measure again") from error
+            raise UserError(f"{path} is damaged: remove it to measure again") from error
     require_writable(folder)
     result = {"name": name, "identity": identity, **measure(), **provenance()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,12 +126,12 @@ def require_writable(folder: Path) -> None:
     """Before anything is computed that would be lost: beside a shared model, results often cannot be written."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"results cannot be written to {folder}: give a folder of your own with --output")
+        raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
 
 
 def sha256(file: Path) -> str:
     if not file.is_file():
-        raise ValueError(f"there is no file {file}")
+        raise UserError(f"there is no file {file}")
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from affine_attn.distill.needle import Stream
 from affine_attn.distill.shards import MANIFEST, read_manifest
 from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.errors import UserError
 from affine_attn.evaluate.long_context import (
     DEPTHS,
     HAYSTACKS,
@@ -54,11 +55,11 @@ class Request:
 
     def __post_init__(self) -> None:
         if (self.by_position or self.needle or self.lengths or self.stride) and not (self.texts or self.shards):
-            raise ValueError("--length, --stride, --by-position and --needle are for --text and --shards")
+            raise UserError("--length, --stride, --by-position and --needle are for --text and --shards")
         if self.stride and (self.shards or self.by_position or self.needle):
-            raise ValueError("--stride is for --text: packed and joined sequences do not overlap")
+            raise UserError("--stride is for --text: packed and joined sequences do not overlap")
         if self.depths and not self.needle:
-            raise ValueError("--depth is where the needle of --needle lies")
+            raise UserError("--depth is where the needle of --needle lies")
 
     @property
     def kinds(self) -> list[str]:
@@ -80,12 +81,12 @@ def evaluate(
     if scores is None:
         measures = [*_task_measures(subject, request), *_text_measures(subject, request)]
     elif request.texts or request.shards:
-        raise ValueError("--import-scores is for tasks: --text and --shards need the model itself")
+        raise UserError("--import-scores is for tasks: --text and --shards need the model itself")
     else:
         measures = list(_imported_measures(subject, request, scores))
     folder, results = output or subject.folder, []
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder} is a file: give a folder")
+        raise UserError(f"--output {folder} is a file: give a folder")
     for measure in measures:
         result, path, was_there = measured_once(folder, *measure)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
@@ -96,7 +97,7 @@ def evaluate(
 def export_requests(subject: Subject, request: Request, file: Path) -> int:
     """Write what the harness would ask the model, each question once; returns how many."""
     if request.texts or request.shards:
-        raise ValueError("--export-requests is for tasks: --text and --shards need no harness, score them there")
+        raise UserError("--export-requests is for tasks: --text and --shards need no harness, score them there")
     tasks = _tasks(request)
     from affine_attn.evaluate.harness import ElsewhereLM, run_task
 
@@ -146,11 +147,11 @@ def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iter
     header, lines = read_lines(scores, SCORES)
     answers = {Pair(tuple(context), tuple(continuation)): Score(*score) for (context, continuation), score in lines}
     if digest(answers) != header["requests"]:
-        raise ValueError(f"{scores} is damaged: its requests are not those that were scored")
+        raise UserError(f"{scores} is damaged: its requests are not those that were scored")
 
     def answer(pair: Pair) -> Score:
         if pair not in answers:
-            raise ValueError(
+            raise UserError(
                 f"{scores} lacks a request of these tasks: export and import with the same tasks, --data and --limit"
             )
         return answers[pair]
@@ -207,7 +208,7 @@ def _measure_text(
 
 def _require_vocabulary(place: Path, needed: int, subject: Subject) -> None:
     if needed > subject.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{place} has tokens up to {needed - 1}, {subject.path} knows {subject.config.vocab_size}: "
             f"prepare it with --tokenizer {subject.path}"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig
 
 REQUESTS, SCORES = "affine-attn requests 1", "affine-attn scores 1"
@@ -62,7 +63,7 @@ def checked_batch_size(config: PreTrainedConfig, batch_size: int | None) -> int 
     if not depends_on_padding(config):
         return batch_size
     if batch_size not in (None, 1):
-        raise ValueError(
+        raise UserError(
             f'length="keys" counts padding, so this model is scored one by one; got a batch of {batch_size}'
         )
     return 1
@@ -77,7 +78,7 @@ def score(
     lengths = [len(pair.context) + len(pair.continuation) - 1 for pair in pairs]
     for pair in pairs:
         if not pair.context or not pair.continuation:
-            raise ValueError("a request needs at least one token of context and one of continuation")
+            raise UserError("a request needs at least one token of context and one of continuation")
     order = sorted(range(len(pairs)), key=lambda i: -lengths[i])
     scores: list[Score | None] = [None] * len(pairs)
     with tqdm(total=len(pairs), desc=progress) as bar:
@@ -132,7 +133,7 @@ def read_requests(requests: Path, config: PreTrainedConfig) -> list[Pair]:
     largest = max((token for pair in pairs for tokens in pair for token in tokens), default=0)
     longest = header["max_length"]
     if largest >= config.vocab_size or longest > config.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"{requests} was exported for another model: it has tokens up to {largest} and lengths up to {longest}, "
             f"this one {config.vocab_size} tokens and {config.max_position_embeddings} positions"
         )
@@ -162,15 +163,15 @@ def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None
 
 def read_lines(path: Path, expected: str) -> tuple[dict[str, Any], list[Any]]:
     if not path.exists():
-        raise ValueError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}")
     try:
         with _open(path, path.suffix == ".gz", "rt") as file:
             header, *rows = map(json.loads, file)
         found = header["format"]
     except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a file of {expected}, or cut short") from error
+        raise UserError(f"{path} is not a file of {expected}, or cut short") from error
     if found != expected:
-        raise ValueError(f"{path} is a file of {found}, not of {expected}")
+        raise UserError(f"{path} is a file of {found}, not of {expected}")
     return header, rows
 
 

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from affine_attn.errors import MissingPackage, UserError
+
 try:
     import datasets
     import lm_eval.tasks
     from datasets.exceptions import DatasetGenerationError
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("tasks need lm-evaluation-harness: pip install 'affine-attn[eval]'") from error
+    raise MissingPackage("tasks need lm-evaluation-harness: pip install 'affine-attn[eval]'") from error
 from jinja2 import UndefinedError
 from lm_eval.api.task import ConfigurableTask
 
@@ -50,7 +52,7 @@ class LocalData:
             task, sign, file = text.partition("=")
             path = Path(file if sign else text)
             if not (path.is_file() if sign else path.is_dir()):
-                raise ValueError(f"--data {text}: there is no {'file' if sign else 'folder'} {path}")
+                raise UserError(f"--data {text}: there is no {'file' if sign else 'folder'} {path}")
             if sign:
                 files[task] = path.resolve()
             else:
@@ -69,7 +71,7 @@ class LocalData:
             found[evaluated] = self.files[name]
         if evaluated not in found:
             where = ", ".join(str(folder / name / f"{evaluated}.jsonl") for folder in self.folders)
-            raise ValueError(
+            raise UserError(
                 f"{name} is evaluated on its {evaluated} split, and there is no file with it: "
                 f"{f'put it at {where}, or ' if where else ''}give --data {name}=FILE"
             )
@@ -112,7 +114,7 @@ class Task:
                 return _load(self.source.parent, self.name)
             except OSError as error:
                 reason = str(error).splitlines()[0]
-                raise ValueError(
+                raise UserError(
                     f"{self.name}: no data from the hub ({reason}); give local files with --data"
                 ) from error
 
@@ -123,7 +125,7 @@ class Task:
                 return _load(Path(folder), self.name)
             except (KeyError, SyntaxError, UndefinedError, ValueError) as error:
                 files, wanted = ", ".join(map(str, self.files.values())), self.config.get("dataset_path")
-                raise ValueError(
+                raise UserError(
                     f"{self.name} cannot be made of {files} ({error}); its fields must be those of {wanted}"
                 ) from error
 
@@ -139,7 +141,7 @@ class Task:
         if absent and self.config.get("num_fewshot"):
             shots = self.config.get("fewshot_split") or self.config.get("training_split")
             if shots and shots not in self.files:
-                raise ValueError(
+                raise UserError(
                     f"{self.name} takes few-shot examples from its {shots} split, and there is no file with it"
                 )
         lines = [f"{key}: {json.dumps(value)}" for key, value in (changed | dict.fromkeys(absent)).items()]
@@ -165,7 +167,7 @@ def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "lm_eval ls tasks lists them"
-        raise ValueError(f"lm-evaluation-harness has no task {name!r}; {hint} (groups are given by their tasks)")
+        raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint} (groups are given by their tasks)")
     with quiet("lm_eval.tasks"):
         manager = lm_eval.tasks.TaskManager(include_path=str(known[name].parent), include_defaults=False)
     config = manager.task_index[name].cfg or {}
@@ -190,7 +192,7 @@ def local_dataset(task: str, files: dict[str, str], **_: Any) -> dict[str, datas
                     kind, data_files=file, split="train", cache_dir=cache, keep_in_memory=True
                 )
             except _DAMAGED as error:
-                raise ValueError(f"{file} is damaged, or not JSON lines or parquet") from error
+                raise UserError(f"{file} is damaged, or not JSON lines or parquet") from error
             # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
             if task == "boolq" and "label" not in documents.column_names and "answer" in documents.column_names:
                 documents = documents.add_column("label", [int(answer) for answer in documents["answer"]])

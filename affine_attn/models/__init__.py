@@ -1,9 +1,11 @@
 """Hugging Face models with any attention of the family. Importing this registers them with the Auto classes."""
 
+from affine_attn.errors import MissingPackage
+
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("affine_attn.models needs transformers: pip install 'affine-attn[models]'") from error
+    raise MissingPackage("affine_attn.models needs transformers: pip install 'affine-attn[models]'") from error
 
 import affine_attn.models.parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
 from affine_attn.models.configuration import AffineAttnConfig

@@ -15,6 +15,7 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope
 from affine_attn.core.spec import GATES, AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
+from affine_attn.errors import UserError
 from affine_attn.models.interface import NAME
 
 OWN_ROPE_TYPES = ("p_rope", "p_rope_top", "nope")
@@ -47,29 +48,29 @@ class AffineAttnConfig(LlamaConfig):
     def settle_layers(self) -> None:
         """Check the layers, and plan how they are sharded. A model does so again: fields may be set at any time."""
         if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
+            raise UserError(
                 f"AffineAttnConfig: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.attention_dropout:
-            raise ValueError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
+            raise UserError(f"AffineAttnConfig: attention_dropout must be 0, got {self.attention_dropout}")
         if (self.head_dim or 0) % 2:
-            raise ValueError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
+            raise UserError(f"AffineAttnConfig: head_dim must be even for RoPE, got {self.head_dim}")
         for name in ("sliding_window", "layer_types", "attention_chunk_size"):
             # Caches of transformers would read it and drop keys that the layers see.
             if (value := getattr(self, name, None)) is not None:
-                raise ValueError(f"AffineAttnConfig: {name} is no setting here, got {value}; window is the one to give")
+                raise UserError(f"AffineAttnConfig: {name} is no setting here, got {value}; window is the one to give")
         rope: dict[str, Any] = dict(self.rope_parameters or {})
         # This type has a frequency of 0 for the other channels. Others give a table that is too short, or ignore it.
         if rope.get("rope_type") != "proportional" and (rope.get("partial_rotary_factor") or 1) != 1:
-            raise ValueError(
+            raise UserError(
                 "AffineAttnConfig: partial_rotary_factor needs rope_type 'proportional', "
                 f"got {rope['partial_rotary_factor']} with {rope.get('rope_type')!r}"
             )
         for name in ("attention", "window"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_hidden_layers:
-                raise ValueError(
+                raise UserError(
                     f"AffineAttnConfig: {name} has {len(value)} entries, num_hidden_layers is {self.num_hidden_layers}"
                 )
         specs = [self.spec(layer) for layer in range(self.num_hidden_layers)]
@@ -113,7 +114,7 @@ class AffineAttnConfig(LlamaConfig):
     def _attn_implementation(self, value: str | None) -> None:
         # "eager" is how one asks transformers for attention weights; they are to be had here anyway.
         if value not in (None, "eager", NAME):
-            raise ValueError(f"AffineAttn models run attn_implementation={NAME!r} only, got {value!r}")
+            raise UserError(f"AffineAttn models run attn_implementation={NAME!r} only, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
@@ -160,7 +161,7 @@ def as_spec(attention: Any) -> AttentionSpec:
         return variant(attention)
     if isinstance(attention, dict):
         return AttentionSpec.from_dict(attention)
-    raise ValueError(
+    raise UserError(
         "AffineAttnConfig: attention must be a variant's name, an AttentionSpec, a dict or a list of those, "
         f"got {attention!r}"
     )

@@ -25,6 +25,7 @@ from transformers import (
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 
@@ -67,18 +68,16 @@ def convert(
     """
     if not isinstance(path_or_model, str | Path | PreTrainedModel):
         given = type(path_or_model).__name__
-        raise ValueError(
-            f"convert: path_or_model must be a transformers model, its folder or its hub id, got a {given}"
-        )
+        raise UserError(f"convert: path_or_model must be a transformers model, its folder or its hub id, got a {given}")
     source = path_or_model if isinstance(path_or_model, PreTrainedModel) else load(path_or_model, gguf_file, **loading)
     if source.config.model_type not in _SOURCES:
-        raise ValueError(f"convert: model_type must be one of {', '.join(_SOURCES)}, got {source.config.model_type!r}")
+        raise UserError(f"convert: model_type must be one of {', '.join(_SOURCES)}, got {source.config.model_type!r}")
     if not isinstance(source, GenerationMixin):
-        raise ValueError(f"convert: the source must be a causal model with its head, got a {type(source).__name__}")
+        raise UserError(f"convert: the source must be a causal model with its head, got a {type(source).__name__}")
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
     if start_as_softmax and not any(spec.affine for spec in specs):
-        raise ValueError("start_as_softmax: no layer's attention has an affine stage; affine is one that does")
+        raise UserError("start_as_softmax: no layer's attention has an affine stage; affine is one that does")
     config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
     model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
     _fill(model, source, new=stage_keys(model))
@@ -95,10 +94,10 @@ def export(model: AffineAttnForCausalLM) -> PreTrainedModel:
     config = model.config
     specs = {config.spec(layer) for layer in range(config.num_hidden_layers)}
     if specs != {AttentionSpec()}:
-        raise ValueError(f"export: only softmax attention exists in plain models, got {sorted(map(str, specs))}")
+        raise UserError(f"export: only softmax attention exists in plain models, got {sorted(map(str, specs))}")
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in OWN_ROPE_TYPES:
-        raise ValueError(f"export: plain models have no rope_type {kind!r}; transformers alone could not load this one")
+        raise UserError(f"export: plain models have no rope_type {kind!r}; transformers alone could not load this one")
     target = AutoModelForCausalLM.from_config(_plain_config(config), dtype=model.dtype).to(model.device)
     _fill(target, model, new=[])
     return target
@@ -122,16 +121,16 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
     with named_place(path):
         config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
-        raise ValueError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+        raise UserError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
     # Not ignored, but named below: transformers says only that there are some.
     more |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with named_place(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
     model, info = loaded
     for key, held, wanted in sorted(info["mismatched_keys"]):
-        raise ValueError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
+        raise UserError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
     for key in sorted(info["missing_keys"]):
-        raise ValueError(f"{path}: the checkpoint does not hold {key}, which a {type(model).__name__} needs")
+        raise UserError(f"{path}: the checkpoint does not hold {key}, which a {type(model).__name__} needs")
     return model
 
 
@@ -140,10 +139,10 @@ def require_place(path: str | Path) -> None:
     wanted is a model, not the run that made it."""
     text = str(path)
     if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
-        raise ValueError(f"there is no folder {path}")
+        raise UserError(f"there is no folder {path}")
     inside = Path(path) / MODEL
     if (inside / "config.json").exists() and not (Path(path) / "config.json").exists():
-        raise ValueError(f"{path} is the folder of a run: its model is {inside}")
+        raise UserError(f"{path} is the folder of a run: its model is {inside}")
 
 
 @contextmanager
@@ -153,13 +152,14 @@ def named_place(path: str | Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"{path} holds a damaged safetensors file: {error}") from error
+        raise UserError(f"{path} holds a damaged safetensors file: {error}") from error
     except StrictDataclassError as error:
-        raise ValueError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
+        raise UserError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
     except OSError as error:
+        reason = str(error).splitlines()[0]
         if Path(path).exists():
-            raise
-        raise ValueError(f"{path} is no folder here, nor read from the hub: {str(error).splitlines()[0]}") from error
+            raise UserError(reason) from error
+        raise UserError(f"{path} is no folder here, nor read from the hub: {reason}") from error
 
 
 def usable_device(name: str | None = None) -> torch.device:
@@ -167,11 +167,11 @@ def usable_device(name: str | None = None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ValueError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
+        raise UserError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
     try:
         torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {device}: torch has no such device to compute on here") from error
+        raise UserError(f"--device {device}: torch has no such device to compute on here") from error
     return device
 
 
@@ -220,13 +220,13 @@ def _plain_config(config: AffineAttnConfig) -> PreTrainedConfig:
     names = ("qk_norm", "qkv_bias", "attention_bias", "mlp_bias")
     present = [name for name, has in zip(names, parts[:4], strict=True) if has]
     parts_said = ", ".join([*present, f"windows {windows}"])
-    raise ValueError(f"export: no plain model of transformers has exactly these parts: {parts_said}")
+    raise UserError(f"export: no plain model of transformers has exactly these parts: {parts_said}")
 
 
 def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
     rest = replace(spec, affine=None)
     if rest != AttentionSpec():
-        raise ValueError(f"start_as_softmax: only the affine stage can start as softmax, got {rest}")
+        raise UserError(f"start_as_softmax: only the affine stage can start as softmax, got {rest}")
     return replace(spec, affine=spec.affine and spec.affine.as_softmax())
 
 
@@ -242,4 +242,4 @@ def _fill(target: PreTrainedModel, source: PreTrainedModel, new: list[str]) -> N
 
 def _refuse(keys: Iterable[str], what: str) -> None:
     if keys := sorted(keys):
-        raise ValueError(f"convert: {keys[0]} {what}" + (f", and so for {len(keys) - 1} more" if keys[1:] else ""))
+        raise UserError(f"convert: {keys[0]} {what}" + (f", and so for {len(keys) - 1} more" if keys[1:] else ""))

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, load, named_place, require_place, stage_keys, usable_device
 from affine_attn.models.modeling import AffineAttnForCausalLM
@@ -28,13 +29,13 @@ def convert_folder(
     attention: a variant's name; None keeps that of an AffineAttn model, with its length, and gives others affine.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not empty; give a new folder")
+        raise UserError(f"{target} is not empty; give a new folder")
     if to_plain and (attention or start_as_softmax or with_code):
-        raise ValueError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
+        raise UserError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
     given, tokenizer = load(source, gguf_file), tokenizer_of(source, gguf_file)
     if to_plain:
         if not isinstance(given, AffineAttnForCausalLM):
-            raise ValueError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
+            raise UserError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
         plain = export(given)
         plain.save_pretrained(target)
         yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
@@ -68,18 +69,18 @@ def generate_text(
     place = usable_device(device)
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer")
+        raise UserError(f"{model} has no tokenizer")
     # Any: transformers types generate for a protocol that its own models do not meet.
     network: Any = load(model)
     network.to(place).eval()
     if recent is not None and network.config.model_type != AffineAttnConfig.model_type:
-        raise ValueError(f"--recent needs an AffineAttn model, {model} is a {network.config.model_type} model")
+        raise UserError(f"--recent needs an AffineAttn model, {model} is a {network.config.model_type} model")
     inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
     if not inputs["input_ids"].numel():
-        raise ValueError("the prompt has no tokens")
+        raise UserError("the prompt has no tokens")
     last, known = int(inputs["input_ids"].max()), network.get_input_embeddings().num_embeddings
     if last >= known:
-        raise ValueError(f"{model}: its tokenizer makes token {last} of the prompt, the model knows {known} tokens")
+        raise UserError(f"{model}: its tokenizer makes token {last} of the prompt, the model knows {known} tokens")
     inputs.pop("token_type_ids", None)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -106,4 +107,4 @@ def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizer
         try:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
         except ValueError as error:
-            raise ValueError(f"the tokenizer of {path} cannot be read: {error}") from error
+            raise UserError(f"the tokenizer of {path} cannot be read: {error}") from error

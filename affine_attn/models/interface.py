@@ -20,6 +20,7 @@ from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
+from affine_attn.errors import UserError
 
 NAME = "affine_attn"
 # What models hand over and changes no value here. All else is refused: a bias of the logits, say, chosen keys, or sinks
@@ -111,7 +112,7 @@ def _fit(padding: Tensor, dropped: int | Tensor, slots: int, exact: bool) -> Ten
     if isinstance(dropped, Tensor) or dropped > 0:
         padding = padding[:, dropped:]
     if exact and padding.shape[1] < slots:
-        raise ValueError(f"attention_mask must cover all {slots} tokens, cached and new, got {padding.shape[1]}")
+        raise UserError(f"attention_mask must cover all {slots} tokens, cached and new, got {padding.shape[1]}")
     # Slots of a static cache beyond the mask are not filled yet; lengths hides them.
     padding = F.pad(padding[:, :slots], (0, slots - min(padding.shape[1], slots)), value=True)
     if not torch.compiler.is_compiling() and bool(padding.all()):
@@ -135,7 +136,7 @@ def decoder_mask(
         return attention_mask
     batch, queries = tokens.shape[:2]
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch):
-        raise ValueError(
+        raise UserError(
             f"attention_mask must be 2-D [{batch}, tokens so far], got {list(attention_mask.shape)}; "
             "for packed sequences give position_ids that restart, or document_ids"
         )
@@ -144,7 +145,7 @@ def decoder_mask(
     empty = not isinstance(seen, Tensor) and seen == 0
     if document_ids is not None:
         if not empty or list(document_ids.shape) != [batch, queries]:
-            raise ValueError(
+            raise UserError(
                 f"document_ids must name every key: [{batch}, {queries}] and no cached tokens, "
                 f"got {list(document_ids.shape)} and {int(seen)} cached"
             )
@@ -153,7 +154,7 @@ def decoder_mask(
     elif position_ids is not None and queries > 1 and not torch.compiler.is_compiling():
         real = None if attention_mask is None else attention_mask[:, seen:]
         if _documents(position_ids.expand(batch, -1), real) is not None:
-            raise ValueError(f"position_ids restart after {seen} cached tokens: packed sequences must come at once")
+            raise UserError(f"position_ids restart after {seen} cached tokens: packed sequences must come at once")
     return prepare(batch, queries, slots, tokens.device, seen, dropped, attention_mask, document_ids)
 
 
@@ -194,7 +195,7 @@ def transformers_mask(
         # Prepared, here or by another copy of this code: two folders with code register it under one name.
         return attention_mask
     if use_vmap:
-        raise ValueError(f"attn_implementation={NAME!r} has causal, sliding, chunked and packed masks, no custom ones")
+        raise UserError(f"attn_implementation={NAME!r} has causal, sliding, chunked and packed masks, no custom ones")
     device, documents = torch.device(device), None
     if mask_function is not causal_mask_function:
         documents = _probe(mask_function, batch_size, kv_length, kv_offset, device)
@@ -206,13 +207,13 @@ def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
     """Raise for a keyword argument of an attention layer that is not known to leave its values as they are."""
     for name, value in named.items():
         if name in _PACKING and value is not None and mask.documents is None and value.shape[-1] > 2:
-            raise ValueError(
+            raise UserError(
                 f"attn_implementation={NAME!r} packs by position_ids that restart, got {name} without them"
             )
         if name == "is_causal" and value is False:
-            raise ValueError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
+            raise UserError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
         if name not in (*_HARMLESS, *_PACKING, "is_causal") and value is not None and value is not False:
-            raise ValueError(f"attn_implementation={NAME!r} has no {name}, with which this model calls its attention")
+            raise UserError(f"attn_implementation={NAME!r} has no {name}, with which this model calls its attention")
 
 
 def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device) -> Tensor | None:
@@ -228,7 +229,7 @@ def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device
         return documents
     packed, looks_ahead = torch.stack((starts.any(), looks_ahead)).tolist()
     if looks_ahead:
-        raise ValueError(refusal)
+        raise UserError(refusal)
     return documents if packed else None
 
 
@@ -248,14 +249,14 @@ def transformers_attention(
     """[B, H, T, D] in, (y [B, T, H, D], weights) out. ``s_aux``: one sink logit per query head, as in gpt-oss."""
     refuse_context_parallel()
     if not isinstance(attention_mask, PreparedMask):
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={NAME!r} needs the mask its own function makes, got {type(attention_mask).__name__}"
         )
     if dropout or softcap is not None:
-        raise ValueError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
+        raise UserError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
     refuse_unknown(attention_mask.mask, named)
     if attention_mask.slots not in (None, key.shape[2]):
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={NAME!r} needs a mask of all keys: this model makes it for {attention_mask.slots} "
             f"and attends to {key.shape[2]}"
         )

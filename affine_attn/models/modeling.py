@@ -27,6 +27,7 @@ from affine_attn.core.layer import AttentionLayer
 from affine_attn.core.reference import run_with_weights
 from affine_attn.core.rope import rotate
 from affine_attn.core.spec import LEARNED_GATE, LogN
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.interface import PreparedMask, decoder_mask, refuse_unknown
 from affine_attn.models.streaming import StreamingCache
@@ -145,7 +146,7 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
         for problem in ("missing_keys", "unexpected_keys"):
             if keys := sorted(key for key in info[problem] if "layers." in key):
                 more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                raise ValueError(
+                raise UserError(
                     f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')} {keys[0]}{more}; the checkpoint "
                     "does not hold the attention its config names (affine_attn.models.convert changes a model's)"
                 )
@@ -205,7 +206,7 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         refuse_context_parallel()
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
-            raise ValueError("AffineAttnModel: give input_ids or inputs_embeds")
+            raise UserError("AffineAttnModel: give input_ids or inputs_embeds")
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         places = position_ids
         if isinstance(past_key_values, StreamingCache):

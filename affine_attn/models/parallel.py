@@ -15,6 +15,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.layer import AttentionLayer
+from affine_attn.errors import UserError
 
 
 class HeadParallel(TensorParallelLayer):
@@ -31,7 +32,7 @@ class HeadParallel(TensorParallelLayer):
     def install_forward(self, module: AttentionLayer, mesh: DeviceMesh) -> nn.Module:
         if (logit := module.spec.logit) is not None and not logit.same_in_all_heads:
             name = type(logit).__name__
-            raise ValueError(f"tensor parallelism: {name} depends on a head's number, a rank counts only its own")
+            raise UserError(f"tensor parallelism: {name} depends on a head's number, a rank counts only its own")
         return super().install_forward(module, mesh)
 
 

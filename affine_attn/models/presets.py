@@ -6,6 +6,7 @@ from typing import Any
 
 from affine_attn.core.spec import Alibi, AttentionSpec, ScaleInvariant
 from affine_attn.core.variants import variant
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 
 # Radians by which the slowest pair of p-RoPE turns in a training sequence: a full turn and some, so that longer text
@@ -92,7 +93,7 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
     Positions and norms are those of ``surroundings``.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
+        raise UserError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
     length, fields = PRESETS[name]
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [at_length(variant(entry), length) if isinstance(entry, str) else as_spec(entry) for entry in each]

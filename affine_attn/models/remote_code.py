@@ -12,11 +12,13 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
+from affine_attn import errors
 from affine_attn.core import alpha, call, layer, masks, reference, rope, spec, variants
+from affine_attn.errors import UserError
 from affine_attn.models import configuration, interface, modeling, parallel, streaming
 
 MODULE = "modeling_affine_attn"
-_BEFORE_ATTENTION = (spec, rope, masks, variants, call, reference)
+_BEFORE_ATTENTION = (errors, spec, rope, masks, variants, call, reference)
 _AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
 # dispatch.py without its engines.
 _ATTENTION = '''
@@ -86,4 +88,4 @@ def _claim(name: str, owner: str, names: dict[str, str]) -> None:
     """The same name imported twice is one thing only where both lines import it from one place."""
     place = owner.split(" import ")[0]
     if names.setdefault(name, place) != place:
-        raise ValueError(f"{name} is a name of both {names[name]} and {place}; one of them must be renamed")
+        raise UserError(f"{name} is a name of both {names[name]} and {place}; one of them must be renamed")

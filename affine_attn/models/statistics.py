@@ -10,6 +10,7 @@ from torch import Tensor
 
 from affine_attn.core.layer import AttentionLayer, observe
 from affine_attn.core.stats import AttentionStats, attention_stats
+from affine_attn.errors import UserError
 
 _ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
 
@@ -70,7 +71,7 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
     """Those of the model, in order."""
     layers = [module for module in model.modules() if isinstance(module, AttentionLayer)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
+        raise UserError(f"{type(model).__name__} has no attention of affine_attn: see affine_attn.models.convert")
     return layers
 
 
@@ -100,7 +101,7 @@ class _Sums:
     def add(self, call: dict[str, Any]) -> AttentionStats:
         q, k, mask, alpha = call["q"], call["k"], call["mask"], call["alpha"]
         if mask.padding is not None:
-            raise ValueError("statistics count every query: give batches without padding, such as one text at a time")
+            raise UserError("statistics count every query: give batches without padding, such as one text at a time")
         stats = attention_stats(**{name: value for name, value in call.items() if name not in ("v", "gate")})
         pairs = mask.count(q.shape[2], k.shape[2], q.device).expand(q.shape[0], 1, q.shape[2]).sum(-1)
         new = {name: getattr(stats, name).sum((0, 2), dtype=torch.float64) for name in _ROWS}
@@ -122,7 +123,7 @@ class _Sums:
 
     def result(self) -> LayerStatistics:
         if self.largest is None:
-            raise ValueError("there are no batches to collect statistics from")
+            raise UserError("there are no batches to collect statistics from")
         counts = {name: self.pairs if name == "mean_logit" else self.rows for name in self.sums}
         means = {name: (value / counts[name]).float().cpu() for name, value in self.sums.items()}
         average = None if self.layer.alpha is None else self.layer.alpha.alpha_ma.float().cpu().clone()

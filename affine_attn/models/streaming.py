@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from affine_attn.core.spec import LARGEST_COUNT, is_count
+from affine_attn.errors import UserError
 
 
 class StreamingLayer(DynamicLayer):
@@ -53,7 +54,7 @@ class StreamingLayer(DynamicLayer):
         return self.sinks + self.recent
 
     def crop(self, *_, **__) -> None:
-        raise ValueError("StreamingCache: tokens cannot be taken back, since older ones were dropped for them")
+        raise UserError("StreamingCache: tokens cannot be taken back, since older ones were dropped for them")
 
     def reset(self) -> None:
         self.keys, self.values, self.is_initialized, self.cumulative_length = None, None, False, 0
@@ -64,7 +65,7 @@ class StreamingCache(Cache):
 
     def __init__(self, sinks: int = 4, recent: int = 512):
         if not (is_count(sinks, 0) and is_count(recent)):
-            raise ValueError(
+            raise UserError(
                 f"StreamingCache: sinks must be >= 0 and recent >= 1, got {sinks!r} and {recent!r}; "
                 f"both must be integers, the largest is {LARGEST_COUNT}"
             )
@@ -72,7 +73,7 @@ class StreamingCache(Cache):
         super().__init__(layer_class_to_replicate=partial(StreamingLayer, sinks, recent))  # pyright: ignore[reportArgumentType]
 
     def update(self, *_, **__):
-        raise ValueError(
+        raise UserError(
             "StreamingCache: keys must come before their rotation, as only AffineAttn models hand them over"
         )
 
@@ -84,6 +85,6 @@ class StreamingCache(Cache):
         """Positions in the cache of all keys that the new tokens [B, T, ...] see, theirs last: [1, keys]."""
         queries = tokens.shape[1]
         if attention_mask is not None and not bool(attention_mask[:, -queries:].all()):
-            raise ValueError("StreamingCache: padded batches have no common positions, give prompts of one length")
+            raise UserError("StreamingCache: padded batches have no common positions, give prompts of one length")
         keys, _ = self.get_mask_sizes(queries, 0)
         return torch.arange(keys, device=tokens.device)[None]

@@ -17,6 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from affine_attn.errors import MissingPackage
 from affine_attn.evaluate.results import TABLE_1, average
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, measured, read_runs
@@ -65,7 +66,7 @@ def html(runs: Sequence[Run]) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("affine-attn report needs plotly: pip install 'affine-attn[report]'") from error
+        raise MissingPackage("affine-attn report needs plotly: pip install 'affine-attn[report]'") from error
     plotly, script, style = get_plotlyjs(), _asset("page.js"), _asset("page.css")
     sections = {title: make(runs) for title, make in SECTIONS.items()}
     described = json.dumps([dataclasses.asdict(f) for figures in sections.values() for f in figures], allow_nan=False)

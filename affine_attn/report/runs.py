@@ -14,6 +14,7 @@ from affine_attn.distill.metrics import METRICS, JsonLines
 from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.run import MODEL, RECIPE
 from affine_attn.distill.statistics import STATISTICS
+from affine_attn.errors import UserError
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import TABLE_1
 
@@ -55,25 +56,25 @@ def about(result: dict[str, Any]) -> str:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     if not folders:
-        raise ValueError("a report needs the folder of at least one run")
+        raise UserError("a report needs the folder of at least one run")
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}")
+        raise UserError(f"there is no folder {folder}")
     trained = (folder / RECIPE).is_file()
     model = folder / MODEL if trained else folder
     evaluations = [_json(path) for path in sorted((model / EVALUATION).glob("*.json"))]
     analysis = files.read(model / ANALYSIS) if (model / ANALYSIS / files.ANALYSIS).is_file() else None
     if not trained and not evaluations and analysis is None:
-        raise ValueError(
+        raise UserError(
             f"{folder} is no run of affine-attn distill (it has no {RECIPE}), "
             "and no model that affine-attn eval or analyze has results of"
         )
     metrics = JsonLines(folder / METRICS).rows() if trained else []
     if trained and not metrics:
-        raise ValueError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
+        raise UserError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
     recipe = _json(folder / RECIPE) if trained else {}
     return Run(
         name=name,
@@ -94,7 +95,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """As few of the last parts of the paths as keep them apart."""
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
-        raise ValueError("the same folder is given twice")
+        raise UserError("the same folder is given twice")
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):
@@ -106,4 +107,4 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is damaged") from error
+        raise UserError(f"{path} is damaged") from error
