@@ -54,9 +54,10 @@ class JsonLines:
         return row
 
     def cut(self, step: int) -> None:
-        """Drop what is later than the checkpoint of this step: those steps are about to be done again."""
+        """Drop what is later than the checkpoint of this step, which is about to be done again. At step 0 there is no
+        checkpoint, and nothing stays."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+        kept = [json.dumps(row) + "\n" for row in self.rows() if 0 < step >= row["step"]]
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(self.path)

@@ -1,15 +1,14 @@
 """``affine-attn distill``: a recipe carried out in a folder.
 
 The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
-names say what is in them), the checkpoints and, at the end, ``result.json`` and ``model``: the student with the
-tokenizer of its data, as ``from_pretrained`` reads it. A teacher that is trained first has such a folder inside,
-``teacher``. The empty ``.lock`` keeps other runs out.
+names say what is in them), the checkpoints, each with a ``run.json`` that tells its run from others, and, at the end,
+``result.json`` and ``model``: the student with the tokenizer of its data, as ``from_pretrained`` reads it. A teacher
+that is trained first has such a folder inside, ``teacher``. The empty ``.lock`` keeps other runs out.
 """
 
 import dataclasses
 import fcntl
 import importlib.util
-import json
 import logging
 import shutil
 import signal
@@ -26,14 +25,16 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from affine_attn.distill.data import held_out, sequences
 from affine_attn.distill.environment import ENVIRONMENT, environment
+from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import fingerprint, write_json
-from affine_attn.distill.statistics import SEQUENCES, Statistics
+from affine_attn.distill.statistics import SEQUENCES, STATISTICS, Statistics
 from affine_attn.distill.tokenizer import require_same_tokens
-from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
+from affine_attn.distill.trainer import IDENTITY, DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
+from affine_attn.json_files import read_object
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length
@@ -44,27 +45,25 @@ _FREE = {
     "micro_batch", "gradient_checkpointing", "compile", "workers", "save_steps", "keep_checkpoints",
     "valid_steps", "statistics_steps", "report_to",
 }  # fmt: skip
+# What a run writes after its recipe.
+_OF_A_RUN = ("checkpoint-*", MODEL, METRICS, STATISTICS, RESULT)
 
 
 class Terminated(Exception):
     """SIGTERM came: the run has ended early, after a checkpoint."""
 
 
-def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
-    """Train the student of ``recipe`` and return the folder of the finished model."""
+def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path:
+    """Train the student of ``recipe`` and return the folder of the finished model.
+
+    resume: go on with what the folder holds. False refuses a folder in which a run was begun; None takes any.
+    """
     output = Path(output)
     args = training_arguments(recipe, output)
-    # All ranks look before the first one writes.
-    checkpoint = _checkpoint(recipe, output, resume)
-    if (output / MODEL).exists():
+    # A finished run stays as it is. What else the folder holds counts once it is locked: another process may be at it.
+    if _is_finished(recipe, output, resume):
         return output / MODEL
-    if resume and args.should_save:
-        found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
-        logging.getLogger(__name__).warning("--resume: %s", found)
     dataset, config = sequences(recipe), recipe.student_config
-    tokens = fingerprint(Path(recipe.data), dataset.manifest)
-    if checkpoint and _tokens_before(output) not in (tokens, None):
-        raise UserError(f"{recipe.data} has other tokens than when {output} was begun: give a new folder")
     needed = dataset.manifest["vocab_size"]
     has = f"{recipe.data} has tokens up to {needed - 1},"
     if needed > config.vocab_size:
@@ -77,6 +76,8 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     if teacher is not None and needed > (known := teacher.config.get_text_config().vocab_size):
         raise UserError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
     _require_target(recipe, config.vocab_size, teacher)
+    tokens = fingerprint(Path(recipe.data), dataset.manifest)
+    identity = _decisive(recipe) | {"data_sha256": tokens}
     # After the teacher: a student starts from the same weights whoever teaches it.
     set_seed(recipe.seed)
     trainer = DistillTrainer(
@@ -88,6 +89,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         shared=recipe.shared_vocab,
         compile=recipe.compile,
         top_k=recipe.top_k,
+        identity=identity,
     )
     valid = held_out(recipe)
     if valid is not None:
@@ -96,8 +98,18 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
         looked_at: Any = dataset if valid is None else valid
         few = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
         trainer.add_callback(Statistics(output, recipe.statistics_steps, few, trainer.metrics))
-    trainer.accelerator.wait_for_everyone()
     with _alone_in(output) if args.should_save else nullcontext():
+        trainer.accelerator.wait_for_everyone()
+        if _is_finished(recipe, output, resume):
+            return output / MODEL
+        checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None
+        if checkpoint:
+            _require_own(checkpoint, identity)
+        if (resume or (output / RECIPE).exists()) and args.should_save:
+            found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
+            logging.getLogger(__name__).warning("--resume: %s", found)
+        # All ranks look before the first one writes.
+        trainer.accelerator.wait_for_everyone()
         if args.should_save:
             write_json(output / RECIPE, dataclasses.asdict(recipe))
             write_json(output / ENVIRONMENT, environment(args) | {"data_sha256": tokens})
@@ -117,12 +129,6 @@ def run(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
     return output / MODEL
 
 
-def _tokens_before(output: Path) -> str | None:
-    """What was trained on up to the checkpoint; None where no file tells."""
-    path = output / ENVIRONMENT
-    return json.loads(path.read_text(encoding="utf-8")).get("data_sha256") if path.exists() else None
-
-
 def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:
     """What the loss would refuse in the first step, when the folder holds a run with that recipe."""
     sizes = {f"student={recipe.student}": entries}
@@ -140,7 +146,7 @@ def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | Non
 
 def take_up(recipe: Recipe, output: Path) -> Path:
     """``run``, with what an earlier call has finished or begun."""
-    return run(recipe, output, resume=(output / RECIPE).exists())
+    return run(recipe, output, resume=None)
 
 
 @contextmanager
@@ -222,20 +228,41 @@ def _reporter(name: str) -> str:
     return name
 
 
-def _checkpoint(recipe: Recipe, output: Path, resume: bool) -> str | None:
-    """Where to go on; None is from the start. A folder of another run is refused."""
+def _decisive(recipe: Recipe) -> dict[str, Any]:
+    """The fields that decide the numbers of a run."""
+    return {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _FREE}
+
+
+def _is_finished(recipe: Recipe, output: Path, resume: bool | None) -> bool:
+    """Return True if the folder has this run's model. A folder of another run is refused, or of nobody knows which."""
     if not (output / RECIPE).exists():
-        return None
-    if not resume:
+        if found := next((path for pattern in _OF_A_RUN for path in sorted(output.glob(pattern))), None):
+            raise UserError(f"{output} holds {found.name}, but no {RECIPE} that says of which run: give a new folder")
+        return False
+    if resume is False:
         raise UserError(f"{output} holds a run: give --resume to go on with it, or a new folder")
-    try:
-        before = json.loads((output / RECIPE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{output / RECIPE} is damaged: give a new folder") from error
-    for name, value in dataclasses.asdict(recipe).items():
-        if name not in _FREE and before.get(name) != value:
-            raise UserError(f"{output} was begun with {name}={before.get(name)}, not {value}; give the same")
-    return get_last_checkpoint(str(output))
+    if differs := _difference(read_object(output / RECIPE, "student"), _decisive(recipe)):
+        raise UserError(f"{output} was begun with {differs}; give the same")
+    return (output / MODEL).exists()
+
+
+def _require_own(checkpoint: str, identity: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another run: its steps would be mixed with those of this one."""
+    path = Path(checkpoint) / IDENTITY
+    if not path.exists():
+        raise UserError(f"{checkpoint} does not say of which run it is (it has no {IDENTITY}): give a new folder")
+    written = read_object(path, "student", "data_sha256")
+    if written == identity | {"data_sha256": written["data_sha256"]} != identity:
+        began = f"when {Path(checkpoint).parent} was begun"
+        raise UserError(f"{identity['data']} has other tokens than {began}: give a new folder")
+    if differs := _difference(written, identity):
+        raise UserError(f"{checkpoint} is of another run, with {differs}: give a new folder")
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    return next(
+        (f"{name}={before.get(name)}, not {value}" for name, value in now.items() if before.get(name) != value), None
+    )
 
 
 def _student(recipe: Recipe) -> AffineAttnForCausalLM:

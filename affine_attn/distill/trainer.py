@@ -4,7 +4,6 @@
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
 import math
-import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +28,14 @@ from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_lo
 from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.teacher import ask, frozen, largest
 from affine_attn.errors import FileError, NotFinite, UserError
+from affine_attn.models.modeling import not_finite_average
 
 _UNFINISHED = "checkpoint.tmp"
+# In a checkpoint: of which run it is.
+IDENTITY = "run.json"
 # FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
 # the loss that is logged, and sum gradients over ranks in bf16, where DDP does in fp32.
 SHARDED_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -51,6 +53,7 @@ class DistillTrainer(Trainer):
     shared: number of leading vocabulary entries that student and teacher share, where their sizes differ.
     compile: torch.compile for the decoder layers of both. One by one: they share what was compiled for the first.
     top_k: the teacher's target cut to so many entries (``Largest``), as ``CachedShards`` have it without a teacher.
+    identity: what tells this run from others, as JSON; checkpoints hold it.
 
     ``args`` are Trainer's, with ``max_steps``; everything Trainer and accelerate do with them (DDP, FSDP, accumulation,
     resuming) holds. Next to the checkpoints, ``metrics.jsonl`` has a line for every logged step. While the trainer
@@ -67,6 +70,7 @@ class DistillTrainer(Trainer):
         shared: int | None = None,
         compile: bool = False,
         top_k: int | None = None,
+        identity: dict[str, Any] | None = None,
         **others: Any,
     ):
         if args.n_gpu > 1:
@@ -88,7 +92,7 @@ class DistillTrainer(Trainer):
             plugin.mixed_precision_policy = SHARDED_BF16
         # What is divided by the tokens of all micro-batches must not be divided by their number too.
         self.model_accepts_loss_kwargs = True
-        self.loss_spec, self.shared, self.top_k = loss, shared, top_k
+        self.loss_spec, self.shared, self.top_k, self.identity = loss, shared, top_k, identity
         self._folder = Path(args.output_dir or ".")
         self.teacher = None if teacher is None else frozen(teacher, args.device)
         if compile:
@@ -213,11 +217,17 @@ class DistillTrainer(Trainer):
         for name in ("loss", "grad_norm"):
             if not math.isfinite(value := logs.get(name, 0.0)):
                 raise NotFinite(f"{name} is {value} at step {self.state.global_step}")
+        if problem := not_finite_average(self.model):
+            raise NotFinite(f"{problem} at step {self.state.global_step}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _loadable(resume_from_checkpoint):
-            TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            if Path(resume_from_checkpoint).name != f"checkpoint-{state.global_step}":
+                raise UserError(f"its {TRAINER_STATE_NAME} is of step {state.global_step}")
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if problem := not_finite_average(self.model):
+                raise UserError(problem)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -230,11 +240,18 @@ class DistillTrainer(Trainer):
                         raise UserError(f"it has no {name}")
             super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _loadable(checkpoint):
+            super()._load_rng_state(checkpoint)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # A head tied to the embedding is not in a checkpoint and not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+        # Trainer would log a line and begin what is missing anew. A head tied to the embedding is not in a checkpoint
+        # and not missing.
+        missing = sorted(set(load_result.missing_keys) - set(self.model.all_tied_weights_keys))
+        for problem, names in (("misses", missing), ("has an unknown", sorted(load_result.unexpected_keys))):
+            if names:
+                more = f" and {len(names) - 1} more" if names[1:] else ""
+                raise UserError(f"it {problem} {names[0]}{more}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
@@ -244,6 +261,8 @@ class DistillTrainer(Trainer):
         try:
             with all_or_nothing(unfinished, name):
                 super()._save_checkpoint(model, trial)
+                if self.args.should_save and self.identity is not None:
+                    write_json(unfinished / name / IDENTITY, self.identity)
         finally:
             del self._get_output_dir
         self.accelerator.wait_for_everyone()
@@ -271,11 +290,11 @@ def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _loadable(checkpoint: str) -> Iterator[None]:
-    """What is missing or cut short is named in a sentence; each library has errors of its own for it."""
+def _loadable(checkpoint: str | None) -> Iterator[None]:
+    """What is missing, cut short or of another shape is named in a sentence."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except Exception as error:  # each library has errors of its own, and wrong content can raise any
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{checkpoint} could not be loaded ({reason}): if it is damaged, remove it to go on after the one before"

@@ -113,6 +113,18 @@ class AffineAttnRotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
+@torch.no_grad()
+def not_finite_average(model: nn.Module) -> str | None:
+    """Name an alpha_ma with a NaN or an infinity, if there is one. No training mends it, and its layer gives NaN."""
+    gates = {name: gate.alpha_ma for name, gate in model.named_modules() if isinstance(gate, AlphaGate)}
+    finite = [average.isfinite().all() for average in gates.values() if not average.is_meta]
+    # All layers at once: on a GPU, each question would wait for it.
+    if not finite or torch.stack([each.to(finite[0].device) for each in finite]).all():
+        return None
+    name, average = next((name, average) for name, average in gates.items() if not average.isfinite().all())
+    return f"{name}.alpha_ma is {average[~average.isfinite()][0].item()}"
+
+
 class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
     """What AffineAttn models have in common: how they are loaded, and how their parameters start."""
 
@@ -150,6 +162,8 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
                     f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')} {keys[0]}{more}; the checkpoint "
                     "does not hold the attention its config names (affine_attn.models.convert changes a model's)"
                 )
+        if problem := not_finite_average(model):
+            raise UserError(f"{pretrained_model_name_or_path}: {problem}, so the checkpoint is damaged")
         return (model, info) if output_loading_info else model
 
     @torch.no_grad()
