@@ -19,3 +19,10 @@ class FileError(UserError, OSError):
 
 class NotFinite(UserError, FloatingPointError):
     """A NaN or an infinity ended the computation: a run that diverged, a teacher or a model with such weights."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without its details; of one that says nothing, its type."""
+    line, kind = next(iter(str(error).splitlines()), ""), type(error).__name__
+    # A KeyError says but the key.
+    return f"{kind}: {line}" if line and isinstance(error, KeyError) else line or kind

@@ -15,7 +15,6 @@ import csv
 import dataclasses
 import gzip
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import settle, temporary, write_json
+from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from experiments.grid import Group, Student
 
@@ -75,8 +75,7 @@ def write_series(folder: Path, group: Group, learner: "Learner", environment: di
 
 def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
     model.save_pretrained(folder / MODEL)
-    if tokenizer.is_dir():
-        shutil.copytree(tokenizer, folder / MODEL, dirs_exist_ok=True)
+    copy_files(tokenizer, folder / MODEL)
 
 
 def write_analysis(folder: Path, recipe: Recipe, layers: int) -> None:

@@ -3,13 +3,13 @@ the models are, and counted where they were written."""
 
 import gzip
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from affine_attn.distill.shards import TokenShards
+from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
@@ -63,6 +63,6 @@ def count(runs: Iterable[Run], group: Group, request: Request, questions: Path) 
 def _without_weights(group: Group) -> Iterator[Subject]:
     """What the harness asks of a model before it has questions: its configuration and tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(TokenShards(group.recipe.data, 1).tokenizer, folder, dirs_exist_ok=True)
+        copy_files(TokenShards(group.recipe.data, 1).tokenizer, Path(folder))
         group.students[0].config(group.recipe).save_pretrained(folder)
         yield Subject(folder)

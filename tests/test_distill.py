@@ -24,6 +24,7 @@ from affine_attn.distill.run import run
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.distill.validation import validate
+from affine_attn.errors import UserError
 from affine_attn.models import AffineAttnForCausalLM, preset
 from tests.tiny_runs import VOCAB, averages, counting_shards, metrics, tiny, trainer
 
@@ -94,6 +95,15 @@ def test_flops_are_those_of_the_formula():
         (["beta2=1"], "beta2 must be at least 0 and below 1, got 1.0"),
         (["warmup_steps=690"], "are more than steps=700"),
         (["global_batch=9"], "global_batch=9 is no multiple of micro_batch=4"),
+        (["attention=affine+affine"], "variant 'affine+affine': 'affine' is given more than once"),
+        (["keep_checkpoints=-1"], "keep_checkpoints must be finite and not negative, got -1"),
+        (["vocab_size=-1"], "vocab_size must be positive and finite, got -1"),
+        (["vocab_size=0"], "vocab_size must be positive and finite, got 0"),
+        (["seed=-1"], "seed must be at least 0 and below 2**32, got -1"),
+        ([f"seed={10**20}"], "seed must be at least 0 and below 2**32, got 1000"),
+        ([f"sequence_length={10**30}"], "length must be an integer"),
+        (["--sweep", "attention=../../x"], "unknown variant '../../x'"),
+        (["--sweep", "seed=1,-1"], "seed must be at least 0"),
         (["teacher=nobody/nothing"], "teacher=nobody/nothing is no folder and no preset"),
     ],
 )
@@ -309,6 +319,20 @@ def test_a_run_does_not_go_on_with_other_data(data, tmp_path):
         run(chosen, tmp_path / "run", resume=True)
     tokens.write_bytes(content)
     assert run(chosen, tmp_path / "run", resume=True).is_dir()
+
+
+@pytest.mark.parametrize("link", ["tokenizer/secret.json", "tokenizer"])
+def test_a_link_in_the_tokenizer_of_the_data_is_not_followed_into_the_model(link, data, tmp_path):
+    place, secret = shutil.copytree(data, tmp_path / "data"), tmp_path / "secret"
+    if link == "tokenizer":
+        secret.mkdir()
+    else:
+        secret.write_text("of this machine")
+        (place / "tokenizer").mkdir()
+    (place / link).symlink_to(secret)
+    with pytest.raises(UserError, match=f"{link} is (a link|no regular file): replace"):
+        run(tiny(place), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_runs_do_not_share_a_folder(data, tmp_path):

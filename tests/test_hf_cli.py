@@ -146,6 +146,44 @@ def test_a_checkpoint_that_is_not_all_of_its_model_is_refused(model, llama, tmp_
 
     refused("the checkpoint does not hold model.norm.weight", "model.norm.weight")
     refused("down_proj.weight is [32, 48] in the checkpoint and [32, 40] by its config", intermediate_size=40)
+    # Fewer layers by the config: transformers would leave the others out.
+    refused("model.layers.1.input_layernorm.weight", num_hidden_layers=1)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("model", ["llama", "affine"])
+def test_files_of_another_shape_are_named_in_one_line(model, llama, tmp_path):
+    whole = tmp_path / "whole"
+    shutil.copytree(llama, whole)
+    if model == "affine":
+        tiny_model().save_pretrained(whole)
+    config = json.loads((whole / "config.json").read_text())
+
+    def refused(message, name, content):
+        folder = shutil.copytree(whole, tmp_path / "model")
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(config | content))
+        result = run("generate", folder, "w1 w2")
+        assert (result.exit_code, message in result.stderr) == (2, True), (result.output, result.exception)
+        assert len([line for line in result.stderr.splitlines() if "%|" not in line and line]) == 1, result.stderr
+        shutil.rmtree(folder)
+
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        for content in ("[]", DEEP, "null", "{"):
+            refused(f"{name} is damaged: it is not", name, content)
+    for content in ("{}", "[]", DEEP, "null"):
+        refused("model cannot be read", "tokenizer.json", content)
+    refused("model is wrong: Unrecognized model", "config.json", "{}")
+    affine = model == "affine"
+    refused("hidden_size" if affine else "cannot be loaded: ", "config.json", {"hidden_size": -4})
+    refused("vocab_size" if affine else "cannot be loaded: ", "config.json", {"vocab_size": -1})
+    refused("vocab_size" if affine else "cannot be loaded: ", "config.json", {"vocab_size": 0})
+    refused("is wrong: ", "config.json", {"num_attention_heads": 0})
+    refused("cannot be loaded: ", "config.json", {"hidden_act": "nothing"})
+    refused("cannot be loaded: ", "config.json", {"pad_token_id": 10**6})
+    if affine:
+        refused("model is wrong: Affine: length must", "config.json", {"attention": {"affine": {"length": 10**30}}})
 
 
 @pytest.mark.parametrize("command", [("generate", "MISSING", "hello"), ("convert", "MISSING", "TARGET")])

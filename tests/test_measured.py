@@ -349,6 +349,31 @@ def test_the_papers_grid_and_mistakes_in_one(tmp_path):
         *LEARNING_RATES
     ]
     assert (LEARNING_RATES[0], LEARNING_RATES[-1]) == (5e-4, 5e-3)
-    for sweep, message in (("seed", "--sweep must be field=value"), ("sede=1,2", "did you mean seed")):
+    for sweep, message in (
+        ("seed", "--sweep must be field=value"),
+        ("sede=1,2", "did you mean seed"),
+        ("seed=1,1", "are the same"),
+    ):
         with pytest.raises(ValueError, match=message):
             grid(recipe("demo"), sweep, tmp_path)
+
+
+def test_the_folders_of_a_sweep_lie_beside_each_other(tmp_path):
+    places = ("data/a", "../data/b")
+    runs = grid(recipe("small"), f"data={','.join(places)}", tmp_path)
+    assert {label: chosen.data for label, chosen in runs.items()} == {
+        "data=data--a": places[0],
+        "data=..--data--b": places[1],
+    }
+
+
+def test_a_dry_run_of_a_sweep_has_every_run():
+    result = CliRunner().invoke(app, ["distill", "demo", "--dry-run", "--sweep", "attention=softmax,affine"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    heads = [lines.index(f"{label}:") for label in ("teacher", "attention=softmax", "attention=affine")]
+    assert heads == sorted(heads)
+    # The teacher is trained once: each student only asks it.
+    teacher, softmax, affine = (float(line.split()[1].rstrip(",")) for line in lines if line.startswith("FLOPs"))
+    assert softmax <= affine < 1.1 * softmax < teacher + softmax
+    assert next(line for line in lines if line.startswith("teacher ")) == "teacher     none: plain pretraining"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from affine_attn.cli.options import TASKS, BatchSize, Device, Dtype, Model, one_of
+from affine_attn.cli.options import MAX_SEED, TASKS, BatchSize, Device, Dtype, Model, one_of
 from affine_attn.cli.terminal import console, one_line_errors, say
 
 app = typer.Typer()
@@ -90,7 +90,9 @@ def evaluate(
             rich_help_panel=LONG,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the needles and the text around them", rich_help_panel=LONG)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="of the needles and the text around them", rich_help_panel=LONG)
+    ] = 0,
     limit: Annotated[
         int | None,
         typer.Option(

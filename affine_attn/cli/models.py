@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from affine_attn.cli.options import VARIANTS, Device, Model, one_of
+from affine_attn.cli.options import MAX_SEED, VARIANTS, Device, Model, one_of
 from affine_attn.cli.terminal import one_line_errors, say
 
 app = typer.Typer()
@@ -53,7 +53,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to continue")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens after which it ends, at the latest")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="of the random numbers, with a temperature")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of the random numbers, with a temperature")] = 0,
     device: Device = None,
     recent: Annotated[
         int | None, typer.Option(min=1, help="constant memory: keep the first 4 and so many recent tokens")

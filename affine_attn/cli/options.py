@@ -12,6 +12,8 @@ VARIANTS = (
 )  # fmt: skip
 RECIPES = ("demo", "small", "needle", "paper-0.5b", "paper-1b", "paper-3b")
 DTYPES = ("float32", "bfloat16", "float16")
+# What numpy's generator takes.
+MAX_SEED = 2**32 - 1
 TASKS = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq")
 
 

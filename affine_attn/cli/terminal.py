@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from affine_attn.errors import UserError
+from affine_attn.errors import UserError, first_line
 
 console = Console()
 
@@ -29,7 +29,7 @@ def one_line_errors() -> Iterator[None]:
         mendable = isinstance(error, UserError) or error.errno is not None
         if _debug or not mendable:
             raise
-        Console(stderr=True).print(_first_line(error), style="red", markup=False, soft_wrap=True)
+        Console(stderr=True).print(_sentence(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -42,11 +42,11 @@ def show_tracebacks(wanted: bool) -> None:
     _debug = wanted
 
 
-def _first_line(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     if not isinstance(error, UserError) and isinstance(error, OSError):
         # Without the number that stands before it.
         return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror)
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return first_line(error)
 
 
 @contextmanager

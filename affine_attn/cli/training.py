@@ -87,11 +87,13 @@ def distill(
         str | None,
         typer.Option(
             metavar="FIELD=VALUE,...",
-            help="a run for each value, in folders inside the output, and a table; finished ones are reused; "
+            help="a run for each value, in folders inside the output (a slash in a name becomes --), and a table; finished ones are reused; "
             "learning_rate alone is the paper's sweep",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost, train nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what it would cost, with --sweep run by run; train nothing")
+    ] = False,
     gpus: Annotated[int, typer.Option(min=1, help="for --dry-run: how many share the work")] = 1,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="for --dry-run: part of the peak that is reached")
@@ -107,7 +109,12 @@ def distill(
 
         chosen = recipe(name, assignments or ())
         if dry_run:
-            for line in estimate.dry_run(name, chosen, gpus, mfu):
+            lines = estimate.dry_run(name, chosen, gpus, mfu)
+            if sweep is not None:
+                from affine_attn.distill import sweep as sweeps
+
+                lines = sweeps.dry_run(name, chosen, sweep, gpus, mfu)
+            for line in lines:
                 say(line)
             return
         training_bar_alone()

@@ -42,7 +42,10 @@ def variant(name: str) -> AttentionSpec:
     if not isinstance(name, str):
         raise UserError(f"variant: name must be a str, got {name!r}")
     stages: dict[str, Any] = {}
-    for part in name.split("+"):
+    parts = name.split("+")
+    if repeated := next((part for part in parts if parts.count(part) > 1), None):
+        raise UserError(f"variant {name!r}: {repeated!r} is given more than once")
+    for part in parts:
         spec = _named(part)
         own = {field.name: value for field in fields(spec) if (value := getattr(spec, field.name)) is not None}
         for stage in own:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from affine_attn.distill.losses import CHUNK_BYTES
 from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, preset
-from affine_attn.models.convert import named_place, require_place
+from affine_attn.models.convert import read_config
 
 # FLOP/s of dense bf16 products by the name torch gives a device, from its maker's data sheet.
 PEAKS = {
@@ -92,9 +92,7 @@ def architecture(teacher: str, offline: bool = True) -> PreTrainedConfig:
         return preset(name, "softmax")
     if offline and not Path(name).is_dir():
         raise UserError(f"teacher={name} is no folder and no preset: its size is not known without the network")
-    require_place(name)
-    with named_place(name):
-        return AutoConfig.from_pretrained(name, local_files_only=offline)
+    return read_config(name, local_files_only=offline)
 
 
 def flops_per_token(recipe: Recipe, student: Size, teacher: Size | None) -> int:

@@ -49,7 +49,7 @@ class JsonLines:
         try:
             row = json.loads(line)
             row["step"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"{self.path}, line {number}, is damaged: remove it") from error
         return row
 

@@ -86,17 +86,16 @@ class Recipe:
     valid_steps: int = _ours(0)  # steps between validations; 0: only at the end
     statistics_steps: int = _ours(100)  # steps between lines of statistics.jsonl; 0: no such file
     save_steps: int = _ours(500)
-    keep_checkpoints: int = _ours(2)
+    keep_checkpoints: int = _ours(2)  # the last ones; 0: all
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _ours("none")  # besides the files of the run
     workers: int = _ours(2)  # processes that read data, per device
 
     def __post_init__(self) -> None:
         if self.student not in PRESETS:
             raise UserError(f"student={self.student} is no preset{_nearest(self.student, PRESETS)}")
-        # Their own checks: variant, rho, loss, temperature, hard, the preset of a teacher.
-        _ = self.spec, self.loss_spec, self.teacher_recipe
         positive = ("sequence_length", "global_batch", "micro_batch", "steps", "learning_rate", "save_steps")
-        for name in positive:
+        sizes = tuple(name for name in ("vocab_size", "shared_vocab") if getattr(self, name) is not None)
+        for name in positive + sizes:
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be positive and finite, got {getattr(self, name)}")
         counts = (
@@ -107,10 +106,13 @@ class Recipe:
             "valid_sequences",
             "valid_steps",
             "statistics_steps",
+            "keep_checkpoints",
         )
         for name in ("weight_decay", "max_grad_norm", *counts):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"seed must be at least 0 and below 2**32, got {self.seed}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -118,6 +120,8 @@ class Recipe:
             raise UserError(
                 f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are more than steps={self.steps}"
             )
+        # Their own checks: variant, rho, loss, temperature, hard, the preset of a teacher.
+        _ = self.spec, self.loss_spec, self.teacher_recipe
         if self.top_k is not None and (self.teacher is None or self.top_k < 1):
             raise UserError(f"top_k={self.top_k} must be positive, and have a teacher to cut")
         if self.loss == "reverse_kl" and (self.top_k or self.teacher_cache):

@@ -10,7 +10,6 @@ import dataclasses
 import fcntl
 import importlib.util
 import logging
-import shutil
 import signal
 import threading
 import warnings
@@ -30,7 +29,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import fingerprint, write_json
 from affine_attn.distill.statistics import SEQUENCES, STATISTICS, Statistics
-from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.distill.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.trainer import IDENTITY, DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
@@ -64,6 +63,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
     if _is_finished(recipe, output, resume):
         return output / MODEL
     dataset, config = sequences(recipe), recipe.student_config
+    require_regular_files(dataset.tokenizer)
     needed = dataset.manifest["vocab_size"]
     has = f"{recipe.data} has tokens up to {needed - 1},"
     if needed > config.vocab_size:
@@ -120,8 +120,8 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
         unfinished = output / f"{MODEL}.tmp"
         with all_or_nothing(unfinished, str(output / MODEL)):
             trainer.save_model(str(unfinished))
-            if args.should_save and dataset.tokenizer.is_dir():
-                shutil.copytree(dataset.tokenizer, unfinished, dirs_exist_ok=True)
+            if args.should_save:
+                copy_files(dataset.tokenizer, unfinished)
         if args.should_save:
             write_json(output / RESULT, result(output))
             unfinished.replace(output / MODEL)

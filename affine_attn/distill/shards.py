@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from affine_attn.errors import UserError
+from affine_attn.json_files import read_object
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -51,11 +52,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A manifest or progress file of this version."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged: it is not the JSON that this package writes") from error
+    content = read_object(path, "version")
+    version = content["version"]
     if version != VERSION:
         raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: make the folder again")
     return content

@@ -1,15 +1,16 @@
 """One recipe with several values of a field: a run each, in a folder named after the value, and a table of them all."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from affine_attn.distill import estimate
 from affine_attn.distill.recipes import LEARNING_RATES, Recipe
 from affine_attn.distill.result import RESULT
 from affine_attn.distill.run import MODEL, TEACHER, take_up
 from affine_attn.errors import UserError
+from affine_attn.json_files import read_object
 
 # Columns of the table, as result.json has them.
 _LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
@@ -31,7 +32,10 @@ def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
     if not name or not values:
         raise UserError(f"--sweep must be field=value,value,... or learning_rate, got {sweep!r}")
     assignments = [f"{name}={value}" for value in values.split(",")]
-    students = {assignment: recipe.override([assignment]) for assignment in assignments}
+    # A folder's name: one with slashes would be several, or lie elsewhere.
+    students = {assignment.replace("/", "--"): recipe.override([assignment]) for assignment in assignments}
+    if len(students) < len(assignments):
+        raise UserError(f"--sweep has values that are the same, or the same folder: {values}")
     teacher = recipe.teacher_recipe
     if teacher is None or any(_kind(student.teacher_recipe) != _kind(teacher) for student in students.values()):
         return students
@@ -39,6 +43,17 @@ def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
     return {TEACHER: teacher} | {
         label: dataclasses.replace(student, teacher=folder) for label, student in students.items()
     }
+
+
+def dry_run(name: str, recipe: Recipe, sweep: str, devices: int, mfu: float) -> Iterator[str]:
+    """What ``--dry-run`` prints for a sweep: every run. Where the teacher is one of them, the others only ask it."""
+    runs = grid(recipe, sweep, Path())
+    for label, each in runs.items():
+        asks = TEACHER in runs and label != TEACHER
+        yield f"{label}:"
+        yield from estimate.dry_run(
+            name, dataclasses.replace(each, teacher=runs[TEACHER].student) if asks else each, devices, mfu
+        )
 
 
 def _kind(teacher: Recipe | None) -> tuple[Any, ...] | None:
@@ -57,7 +72,7 @@ def outcome(label: str, recipe: Recipe, output: Path) -> dict[str, Any]:
         if label == TEACHER:
             raise
         return {"run": label, "stopped": str(error)}
-    found = json.loads((output / label / RESULT).read_text(encoding="utf-8"))
+    found = read_object(output / label / RESULT, "gradients")
     gradients = {f"grad {key}": found["gradients"][key] for key in _GRADIENTS}
     return {"run": label, **{key: found[key] for key in _LOSSES if key in found}, **gradients}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from affine_attn.errors import MissingPackage, UserError
+from affine_attn.json_files import read_object
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -44,6 +45,26 @@ def find_tokenizer(name: str) -> Path:
 def tokenizer_hash(name: str | Path) -> str:
     """sha256 of a tokenizer.json, as the manifest has it."""
     return hashlib.sha256(find_tokenizer(str(name)).read_bytes()).hexdigest()
+
+
+def require_regular_files(folder: Path) -> list[Path]:
+    """The files of a data folder's tokenizer, of which every model that is trained on the data gets a copy.
+
+    Links are refused: what they lead to, anywhere on this machine, would be given away with the model.
+    """
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link: replace it by the folder it leads to")
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    for file in files:
+        if file.is_symlink() or not file.is_file():
+            raise UserError(f"{file} is no regular file: replace a link by what it leads to, or remove it")
+    return files
+
+
+def copy_files(folder: Path, model: Path) -> None:
+    """Put a data folder's tokenizer, if there is one, beside the weights of a model."""
+    for file in require_regular_files(folder):
+        shutil.copyfile(file, model / file.name)
 
 
 def require_same_tokens(data: Path, model: str) -> None:
@@ -89,10 +110,10 @@ def end_of_document(file: Path, token: str | None = None) -> str:
     """The token put after every document: the one asked for, else the tokenizer's end-of-sequence token."""
     if token is None:
         config = file.parent / COMPANIONS[0]
-        given = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.exists() else None
-        token = given["content"] if isinstance(given, dict) else given
+        given = read_object(config).get("eos_token") if config.exists() else None
+        token = given.get("content") if isinstance(given, dict) else given
     encoder = load_tokenizer(file)
-    if token is None:
+    if not isinstance(token, str):
         raise UserError(f"{file} does not say which token ends a document: give --end-of-document")
     if encoder.token_to_id(token) is None:
         raise UserError(f"{token!r} is not a token of {file}, so it cannot end documents")

@@ -30,7 +30,7 @@ from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.teacher import ask, frozen, largest
-from affine_attn.errors import FileError, NotFinite, UserError
+from affine_attn.errors import FileError, NotFinite, UserError, first_line
 from affine_attn.models.modeling import not_finite_average
 
 _UNFINISHED = "checkpoint.tmp"
@@ -285,8 +285,9 @@ def all_or_nothing(folder: Path, name: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        reason = str(error).splitlines()[0]
-        raise FileError(f"{name} could not be written ({reason}): is the disk full, or is a rank lost?") from error
+        raise FileError(
+            f"{name} could not be written ({first_line(error)}): is the disk full, or is a rank lost?"
+        ) from error
 
 
 @contextmanager
@@ -295,7 +296,7 @@ def _loadable(checkpoint: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each library has errors of its own, and wrong content can raise any
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(
             f"{checkpoint} could not be loaded ({reason}): if it is damaged, remove it to go on after the one before"
         ) from error

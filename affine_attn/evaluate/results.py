@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.models.convert import load, named_place, require_place, usable_device
+from affine_attn.models.convert import load, read_config, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
 
 FOLDER = "evaluation"
@@ -51,8 +51,7 @@ class Subject:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        with named_place(self.path):
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        return read_config(self.path)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

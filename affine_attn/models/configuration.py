@@ -18,6 +18,16 @@ from affine_attn.core.variants import variant
 from affine_attn.errors import UserError
 from affine_attn.models.interface import NAME
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 OWN_ROPE_TYPES = ("p_rope", "p_rope_top", "nope")
 
 
@@ -40,13 +50,18 @@ class AffineAttnConfig(LlamaConfig):
     qk_norm: bool = False
 
     def __post_init__(self, **kwargs):
-        # Before LlamaConfig divides by one of them.
-        check_counts("AffineAttnConfig", hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
+        # Before Llama's, which divides by some of them.
+        self._check_sizes()
         super().__post_init__(**kwargs)
         self.settle_layers()
 
+    def _check_sizes(self) -> None:
+        given = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        check_counts("AffineAttnConfig", **given)
+
     def settle_layers(self) -> None:
         """Check the layers, and plan how they are sharded. A model does so again: fields may be set at any time."""
+        self._check_sizes()
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise UserError(
                 f"AffineAttnConfig: num_attention_heads ({self.num_attention_heads}) must be a multiple of "

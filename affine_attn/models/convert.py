@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
     LlamaConfig,
@@ -25,7 +26,8 @@ from transformers import (
 
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.errors import UserError
+from affine_attn.errors import UserError, first_line
+from affine_attn.json_files import read_object
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 
@@ -116,12 +118,9 @@ def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
 def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
     """Any causal model of transformers, all of it from the checkpoint: transformers would start what is missing there
     from random numbers. Code that comes with one is never run."""
-    require_place(path)
     more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    with named_place(path):
-        config, _ = PreTrainedConfig.get_config_dict(str(path), **more)
-    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+    # Refused here: of a model that cannot be made from it, transformers would not say what is wrong.
+    read_config(path, **more)
     # Not ignored, but named below: transformers says only that there are some.
     more |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with named_place(path):
@@ -131,7 +130,29 @@ def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreT
         raise UserError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
     for key in sorted(info["missing_keys"]):
         raise UserError(f"{path}: the checkpoint does not hold {key}, which a {type(model).__name__} needs")
+    # Others may be of a part that a causal model has no use for.
+    for key in sorted(key for key in info["unexpected_keys"] if "layers." in key):
+        raise UserError(f"{path}: the checkpoint holds {key}, which a {type(model).__name__} of its config has not")
     return model
+
+
+def read_config(path: str | Path, **options: Any) -> PreTrainedConfig:
+    """The configuration of a model of a known type, with ``options`` for transformers."""
+    require_place(path)
+    for file in (*Path(path).glob("*config.json"), *Path(path).glob("*.index.json")):
+        read_object(file)
+    with named_place(path):
+        try:
+            fields, _ = PreTrainedConfig.get_config_dict(str(path), **options)
+            own_code = "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
+            config = None if own_code else AutoConfig.from_pretrained(str(path), trust_remote_code=False, **options)
+        except (OSError, StrictDataclassError):
+            raise
+        except Exception as error:  # every type of model has checks of its own, or none
+            raise UserError(f"the config of {path} is wrong: {first_line(error)}") from error
+    if config is None:
+        raise UserError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
+    return config
 
 
 def require_place(path: str | Path) -> None:
@@ -151,15 +172,19 @@ def named_place(path: str | Path) -> Iterator[None]:
     And what is wrong in a folder is said as of that folder."""
     try:
         yield
+    except UserError:
+        raise
     except SafetensorError as error:
         raise UserError(f"{path} holds a damaged safetensors file: {error}") from error
     except StrictDataclassError as error:
         raise UserError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
     except OSError as error:
-        reason = str(error).splitlines()[0]
         if Path(path).exists():
-            raise UserError(reason) from error
-        raise UserError(f"{path} is no folder here, nor read from the hub: {reason}") from error
+            raise UserError(first_line(error)) from error
+        raise UserError(f"{path} is no folder here, nor read from the hub: {first_line(error)}") from error
+    # What transformers and torch raise for a checkpoint of other sizes, or of such that no model can have.
+    except (ValueError, LookupError, RuntimeError, AssertionError, ArithmeticError) as error:
+        raise UserError(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
 def usable_device(name: str | None = None) -> torch.device:

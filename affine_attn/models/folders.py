@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from affine_attn.errors import UserError
+from affine_attn.errors import UserError, first_line
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, load, named_place, require_place, stage_keys, usable_device
+from affine_attn.models.convert import convert, export, load, named_place, read_config, stage_keys, usable_device
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.models.streaming import StreamingCache
@@ -65,8 +65,8 @@ def generate_text(
     recent: int | None = None,
 ) -> str:
     """Print the continuation as it comes; the return value says how fast it came."""
-    require_place(model)
     place = usable_device(device)
+    read_config(model)
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer")
@@ -106,5 +106,7 @@ def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizer
     with named_place(path):
         try:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
-        except ValueError as error:
-            raise UserError(f"the tokenizer of {path} cannot be read: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # every tokenizer has errors of its own for files of another shape
+            raise UserError(f"the tokenizer of {path} cannot be read: {first_line(error)}") from error
