@@ -87,7 +87,8 @@ def distill(
         str | None,
         typer.Option(
             metavar="FIELD=VALUE,...",
-            help="a run for each value, in folders inside the output (a slash in a name becomes --), and a table; finished ones are reused; "
+            help="a run for each value, in folders inside the output (a slash in a value becomes --), and a table; "
+            "finished ones are reused; "
             "learning_rate alone is the paper's sweep",
         ),
     ] = None,

@@ -217,7 +217,8 @@ class DistillTrainer(Trainer):
         for name in ("loss", "grad_norm"):
             if not math.isfinite(value := logs.get(name, 0.0)):
                 raise NotFinite(f"{name} is {value} at step {self.state.global_step}")
-        if problem := not_finite_average(self.model):
+        student: Any = self.model
+        if problem := not_finite_average(student):
             raise NotFinite(f"{problem} at step {self.state.global_step}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -226,7 +227,8 @@ class DistillTrainer(Trainer):
             if Path(resume_from_checkpoint).name != f"checkpoint-{state.global_step}":
                 raise UserError(f"its {TRAINER_STATE_NAME} is of step {state.global_step}")
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if problem := not_finite_average(self.model):
+            student: Any = self.model
+            if problem := not_finite_average(student):
                 raise UserError(problem)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -247,7 +249,8 @@ class DistillTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # Trainer would log a line and begin what is missing anew. A head tied to the embedding is not in a checkpoint
         # and not missing.
-        missing = sorted(set(load_result.missing_keys) - set(self.model.all_tied_weights_keys))
+        student: Any = self.model
+        missing = sorted(set(load_result.missing_keys) - set(student.all_tied_weights_keys))
         for problem, names in (("misses", missing), ("has an unknown", sorted(load_result.unexpected_keys))):
             if names:
                 more = f" and {len(names) - 1} more" if names[1:] else ""
