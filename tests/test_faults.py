@@ -137,6 +137,7 @@ def resumes(data: Path, output: Path, whole: Whole) -> bool:
     """To the very numbers and bytes of the run to which nothing happened."""
     assert ended(start(command(data, output, "--resume"), output)) == 0
     assert losses(output) == losses(whole.folder)
+    assert (output / "statistics.jsonl").read_text() == (whole.folder / "statistics.jsonl").read_text()
     for name in ("model", f"checkpoint-{STEPS}"):
         assert content(output / name) == content(whole.folder / name)
     return not list(output.glob("*.tmp"))
@@ -192,6 +193,43 @@ def test_sigterm_ends_a_run_with_a_checkpoint(data, whole, tmp_path):
     assert f"--resume: going on after {output}/checkpoint-5" in log(output)
 
 
+# Ctrl-C
+
+
+def test_ctrl_c_ends_a_run_at_once(data, whole, tmp_path):
+    output = tmp_path / "run"
+    fault = Fault(LINE, 4, partial(signal.raise_signal, signal.SIGINT))
+    assert ended(start(command(data, output), output, fault)) == 130
+    stopped = "stopped by Ctrl-C: --resume goes on after the last checkpoint, if there is one"
+    assert log(output).splitlines()[-1] == stopped
+    assert "Traceback" not in log(output)
+    assert resumes(data, output, whole)
+
+
+# Two processes with one folder
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_process_that_comes_late_leaves_a_finished_run_alone(data, whole, tmp_path):
+    """It is about to lock the folder while the other one, which has the lock, trains to the end."""
+    output = tmp_path / "run"
+    late = start(
+        command(data, output, "--resume"), output, Fault(r"open .*/\.lock$", 0, partial(wait_for, output / "model"))
+    )
+    first = start(command(data, output, "--resume"), output)
+    assert ended(first) == 0
+    done = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert ended(late) == 0
+    assert done == {
+        path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+    assert resumes(data, output, whole)
+
+
 # A full disk
 
 
@@ -239,6 +277,27 @@ def test_a_lost_rank_ends_the_other(line, data, tmp_path):
     if line == 5:
         assert f"or is a rank lost?; the last good checkpoint is {output}/checkpoint-4" in log(output, "1")
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.faults)])
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, data, whole, tmp_path):
+    """With the same sequences, to the rounding of another order of sums."""
+    output, killed = tmp_path / "run", Fault(LINE, 5)
+
+    def started(count, fault, *more):
+        if count == 2:
+            return start_ranks(command(data, output, *more, micro_batch=2), output, fault)
+        return [start(command(data, output, *more), output, fault)]
+
+    before, after = ranks
+    first, *others = started(before, killed)
+    assert ended(first) == -signal.SIGKILL
+    assert all(ended(other) != 0 for other in others)
+    kept = losses(output)[:4]
+    assert [ended(process) for process in started(after, Fault(), "--resume")] == [0] * after
+    assert losses(output)[:4] == kept
+    for a, b in zip(losses(whole.folder), losses(output), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
 
 
 def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, tmp_path):
