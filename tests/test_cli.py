@@ -149,6 +149,19 @@ def test_wrong_input_shows_its_traceback_with_debug_alone(wrong, monkeypatch):
     assert (short.exit_code, len(short.stderr.splitlines())) == (2, 1)
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "[" * 100_000, "null"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_another_shape_is_named_before_text_is_read(name, content, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text(content if file == name else "{}")
+    (tmp_path / "text.txt").write_text("text")
+    result = runner.invoke(
+        app, ["prepare", str(tmp_path / "out"), str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path)]
+    )
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.exception
+    assert str(tmp_path / "tokenizer") in result.stderr
+
+
 def test_what_users_give_is_refused_with_a_user_error():
     """A plain ValueError is a traceback to a command. What is left takes arguments from Python code alone."""
     called = ("alpha", "call", "dispatch", "layer", "masks", "rope")

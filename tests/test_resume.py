@@ -1,5 +1,6 @@
 """What --resume goes on from, and what it refuses: another run's, damaged and incomplete files."""
 
+import errno
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import run as run_module
+from affine_attn.distill.metrics import JsonLines
 from affine_attn.distill.run import run
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.errors import UserError
@@ -99,9 +101,11 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_behind(data, tm
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7))
 
 
-@pytest.mark.parametrize("tensor", ["alpha.alpha_ma", "alpha.w_a", "model.layers.1.", "model.norm.weight"])
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_checkpoint_must_hold_every_tensor_and_no_other(tensor, renamed, finished, tmp_path):
+@pytest.mark.parametrize(
+    ("tensor", "renamed"),
+    [("alpha.alpha_ma", False), ("alpha.w_a", True), ("model.layers.1.", False), ("model.norm.weight", False)],
+)
+def test_a_checkpoint_must_hold_every_tensor(tensor, renamed, finished, tmp_path):
     """Trainer begins anew what is missing, and says so in a log alone."""
     chosen, output = finished(tmp_path)
     file = output / "checkpoint-6" / "model.safetensors"
@@ -169,11 +173,32 @@ def test_damaged_random_numbers_are_not_gone_on_from(content, finished, tmp_path
     assert "last good checkpoint" not in str(told.value)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "[" * 100_000, '{"global_step": 4}'])
-@pytest.mark.parametrize("name", ["trainer_state.json", "run.json", "recipe.json"])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("trainer_state.json", content) for content in ("{}", "[]", DEEP, '{"global_step": 4}')),
+        *((name, content) for name in ("run.json", "recipe.json") for content in ("{}", DEEP)),
+    ],
+)
 def test_json_of_another_shape_is_not_gone_on_from(name, content, finished, tmp_path):
     chosen, output = finished(tmp_path)
     place = output if name == "recipe.json" else output / "checkpoint-6"
     (place / name).write_text(content)
     with pytest.raises(UserError, match=r"could not be loaded|is damaged"):
         run(chosen, output, resume=True)
+
+
+def test_a_disk_that_is_full_of_lines_ends_a_run_with_its_last_checkpoint_named(data, tmp_path, monkeypatch):
+    append = JsonLines.append
+
+    def full(self, row):
+        if row["step"] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, row)
+
+    monkeypatch.setattr(JsonLines, "append", full)
+    with pytest.raises(UserError, match=r"No space left on device; the last good checkpoint is .*checkpoint-2$"):
+        run(tiny(data, save_steps=2), tmp_path)
