@@ -273,6 +273,57 @@ def test_killed_and_run_again_ends_with_the_same_bytes(tmp_path, tokenizer):
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
+def test_an_edit_that_leaves_the_size_is_noticed(tmp_path, monkeypatch, tokenizer):
+    """Before a stopped run goes on, and where it is finished."""
+    source = _write_jsonl(tmp_path / "corpus.jsonl", _texts(60))
+    options = {"tokenizer": tokenizer, "valid": 0.2, "shard_tokens": 400}
+    prepare(tmp_path / "whole", [str(source)], **options)
+    real, calls = shards.write_json, 0
+
+    def write_json(path, content):
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise KeyboardInterrupt
+        real(path, content)
+
+    monkeypatch.setattr(shards, "write_json", write_json)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "out", [str(source)], **options)
+    monkeypatch.undo()
+    first, begun, edited = source.stat(), source.read_text(), source.read_text().replace("attention", "intention")
+    source.write_text(edited)
+    # As cp -p and rsync leave it.
+    os.utime(source, ns=(first.st_atime_ns, first.st_mtime_ns))
+    assert edited != begun
+    assert source.stat().st_size == first.st_size
+    for folder in ("out", "whole"):
+        with pytest.raises(ValueError, match=rf"{folder} was begun with another content of the source .*corpus.jsonl"):
+            prepare(tmp_path / folder, [str(source)], **options)
+    source.write_text(begun)
+    prepare(tmp_path / "out", [str(source)], **options)
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+def test_a_folder_that_did_not_record_the_content_of_its_sources_says_so(tmp_path, corpus, tokenizer):
+    manifest = prepare(tmp_path / "out", [str(corpus)], tokenizer)
+    manifest["settings"]["sources"][0]["sha256"] = None
+    shards.write_json(tmp_path / "out" / shards.MANIFEST, manifest)
+    with pytest.raises(ValueError, match=r"begun with the source .*corpus.jsonl, whose content was not recorded then"):
+        prepare(tmp_path / "out", [str(corpus)], tokenizer)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = _write_jsonl(tmp_path / "corpus.jsonl", _texts(60))
+    (source,) = find_sources([str(path)])
+    documents = source.read(0)
+    next(documents)
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(ValueError, match=r"corpus.jsonl was changed while it was read"):
+        list(documents)
+
+
 @pytest.mark.parametrize("stop_at", range(0, 24, 3))
 def test_stopped_at_any_rename_it_goes_on(tmp_path, monkeypatch, tokenizer, stop_at):
     """Files change names at the only moments that matter: stop before each of the first ones."""

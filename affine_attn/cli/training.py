@@ -48,6 +48,14 @@ def prepare(
         str | None, typer.Option(help="token put after every document; default: the tokenizer's end of sequence")
     ] = None,
     max_files: Annotated[int | None, typer.Option(min=1, help="read only so many files, the first in order")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="end with the document that brings the training tokens to so many; a later call with more, or without "
+            "this option, goes on",
+        ),
+    ] = None,
 ) -> None:
     """Turn text into token shards for training. Stopped at any moment, the same command goes on where it was."""
     with one_line_errors():
@@ -64,6 +72,7 @@ def prepare(
             vocab_size=vocab_size,
             end_token=end_of_document,
             max_files=max_files,
+            max_tokens=max_tokens,
         )
     counts = (
         f"{manifest['tokens'][split]:,} {split} tokens in {n:,} documents" for split, n in manifest["documents"].items()

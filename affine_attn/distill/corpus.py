@@ -1,6 +1,7 @@
 """Where text comes from: files, a dataset of the hub, or the standard library of this Python."""
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import io
@@ -11,9 +12,11 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
+
+from affine_attn.files import sha256
 
 from affine_attn.errors import MissingPackage, UserError
 
@@ -22,25 +25,46 @@ PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".py")
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 
 
+# Text files are read so many bytes at a time.
+BLOCK = 1 << 20
+
+
+class Part(NamedTuple):
+    """A stretch of a document, with the bytes of the source read so far."""
+
+    text: str
+    position: int
+    ends: bool = True  # the document ends with it
+
+
 @dataclass(frozen=True)
 class Source:
     """Documents in a fixed order.
 
-    ``read(skip)`` gives, from document number ``skip`` on, each text with the bytes of the source read so far. Empty
-    texts are documents too, so that a number means the same in every run.
+    ``parts(skip)`` gives the parts of document number ``skip`` and of all after it. Empty texts are documents too, so
+    that a number means the same in every run.
     """
 
     name: str
-    read: Callable[[int], Iterator[tuple[str, int]]]
+    parts: Callable[[int], Iterator[Part]]
     # None where it is not known beforehand.
     bytes: int | None = None
-    # Of the whole text, for a source whose name and size do not tell its content.
-    sha256: str | None = None
+    # Makes the hash of the content, where there is one to be had without the network.
+    sha256: Callable[[], str] | None = None
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, str | int | None]:
         """What must be the same for two sources to count as one."""
-        return {"name": self.name, "bytes": self.bytes, "sha256": self.sha256}
+        return {"name": self.name, "bytes": self.bytes, "sha256": None if self.sha256 is None else self.sha256()}
+
+    def read(self, skip: int) -> Iterator[tuple[str, int]]:
+        """Whole documents from number ``skip`` on, each with the bytes of the source read so far."""
+        texts = []
+        for text, position, ends in self.parts(skip):
+            texts.append(text)
+            if ends:
+                yield "".join(texts), position
+                texts = []
 
 
 def find_sources(
@@ -89,10 +113,19 @@ def _file(path: Path, text_field: str, separator: str | None) -> Source:
             read = partial(_read_parquet, path, text_field)
         case _:  # A file named by hand is text whatever its suffix; one that is not UTF-8 is refused while reading.
             read = partial(_read_text, path, separator)
-    return Source(path.as_posix(), read, path.stat().st_size)
+    found = path.stat()
+
+    def parts(skip: int) -> Iterator[Part]:
+        yield from read(skip)
+        now = path.stat()
+        if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+            raise ValueError(f"{path} was changed while it was read")
+
+    return Source(path.as_posix(), parts, found.st_size, partial(sha256, path))
 
 
-def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
+def decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
+    """What the compressed bytes of a file hold, by its suffix."""
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -110,49 +143,88 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Lines with the (compressed) bytes read so far."""
+def _lines(path: Path, most: int = -1) -> Iterator[tuple[bytes, int]]:
+    """Lines with the (compressed) bytes read so far; a line of more than ``most`` bytes comes in several stretches."""
     with path.open("rb") as raw:
         try:
-            for line in _decompressed(path, raw):
+            stream = decompressed(path, raw)
+            while line := stream.readline(most):
                 yield line, raw.tell()
         except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             raise UserError(f"{path} is damaged or cut short: {error}") from error
 
 
-def _read_text(path: Path, separator: str | None, skip: int) -> Iterator[tuple[str, int]]:
-    number, lines, position = 0, [], 0
+def _read_text(path: Path, separator: str | None, skip: int) -> Iterator[Part]:
     wanted = None if separator is None else separator.encode()
-    for line, position in _lines(path):
-        if line.rstrip(b"\r\n") != wanted:
-            lines.append(line)
-            continue
-        if number >= skip:
-            yield _decode(b"".join(lines).strip(b"\r\n"), path), position
-        number, lines = number + 1, []
+    number, position, line_begins = 0, 0, True
+    document = _Utf8(path, stripped=wanted is not None)
+    # A line that is the separator must come in one stretch.
+    for line, position in _lines(path, BLOCK + len(wanted or b"")):
+        if line_begins and line.rstrip(b"\r\n") == wanted:
+            if number >= skip:
+                yield Part(document.text(ends=True), position)
+            number, document = number + 1, _Utf8(path, stripped=True)
+        elif number >= skip:
+            document.lines.append(line)
+            document.bytes += len(line)
+            if document.bytes >= BLOCK:
+                yield Part(document.text(), position, ends=False)
+        line_begins = line.endswith(b"\n")
     if number >= skip:
-        rest = b"".join(lines)
-        yield _decode(rest if wanted is None else rest.strip(b"\r\n"), path), position
+        yield Part(document.text(ends=True), position)
 
 
-def _decode(text: bytes, path: Path) -> str:
-    try:
-        return text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a document)") from error
+class _Utf8:
+    """A document's bytes on their way to text; ``stripped``: without the line ends before and after it."""
+
+    def __init__(self, path: Path, stripped: bool):
+        self.lines: list[bytes] = []
+        self.bytes = 0
+        self._path, self._stripped, self._is_empty = path, stripped, True
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decoded = 0
+
+    def text(self, ends: bool = False) -> str:
+        """The text of the lines since the last call."""
+        content = b"".join(self.lines)
+        self.lines, self.bytes = [], 0
+        if self._stripped:
+            content = content.lstrip(b"\r\n") if self._is_empty else content
+            kept = content.rstrip(b"\r\n")
+            self._is_empty = self._is_empty and not kept
+            if not ends:
+                # Whether they are the last is seen when more has come.
+                self.lines.append(content[len(kept) :])
+            content = kept
+        waiting = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(content, ends)
+        except UnicodeDecodeError as error:
+            place = self._decoded - waiting + error.start
+            raise UserError(
+                f"{self._path} is not UTF-8 text ({error.reason} at byte {place} of a document)"
+            ) from error
+        self._decoded += len(content)
+        return text
 
 
-def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_json_lines(path: Path, text_field: str, skip: int) -> Iterator[Part]:
     for number, (line, position) in enumerate(_lines(path)):
         if number < skip:
             continue
-        try:
-            record = json.loads(line) if line.strip() else {text_field: ""}
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number + 1}, is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}, line {number + 1}, is not an object with fields")
-        yield _text(record, text_field, f"{path}, line {number + 1},"), position
+        record = parse_line(line, f"{path}, line {number + 1},") if line.strip() else {text_field: ""}
+        yield Part(_text(record, text_field, f"{path}, line {number + 1},"), position)
+
+
+def parse_line(line: bytes, where: str) -> dict[str, object]:
+    """The object of a line of JSON lines."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is not an object with fields")
+    return record
 
 
 def _text(record: Mapping[str, object], text_field: str, where: str) -> str:
@@ -165,7 +237,7 @@ def _text(record: Mapping[str, object], text_field: str, where: str) -> str:
     return (text or "").encode("utf-8", "replace").decode("utf-8")
 
 
-def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Part]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -186,13 +258,14 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[tuple[str,
                     for text in batch.column(0).to_pylist():
                         number += 1
                         if number > skip:
-                            yield _text({text_field: text}, text_field, f"{path}, row {number},"), size * number // rows
+                            found = _text({text_field: text}, text_field, f"{path}, row {number},")
+                            yield Part(found, size * number // rows)
     # Of the file's end at once, of a page within when it is its turn.
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]]:
+def _read_hub(name: str, text_field: str, skip: int) -> Iterator[Part]:
     try:
         import datasets  # pyright: ignore[reportMissingImports] (an extra)
     except ModuleNotFoundError as error:
@@ -210,7 +283,7 @@ def _read_hub(name: str, text_field: str, skip: int) -> Iterator[tuple[str, int]
     for number, record in enumerate(stream.skip(skip), start=skip):
         text = _text(record, text_field, f"{name}, row {number + 1},")
         position += len(text)
-        yield text, position
+        yield Part(text, position)
 
 
 # Tests and teaching programs, and mapping tables: much repetition for little language.
@@ -230,16 +303,16 @@ def standard_library(max_files: int | None = None) -> Source:
     if not files:
         raise UserError(f"the standard library's source files are not in {root}: name files to prepare")
 
-    def read(skip: int) -> Iterator[tuple[str, int]]:
+    def parts(skip: int) -> Iterator[Part]:
         position = sum(file.stat().st_size for file in files[:skip])
         for file in files[skip:]:
             content = file.read_bytes()
             position += len(content)
-            yield content.decode("utf-8", "replace"), position
+            yield Part(content.decode("utf-8", "replace"), position)
 
     digest = hashlib.sha256()
     size = 0
-    for text, size in read(0):  # noqa: B007 (the last one is the size)
+    for text, size, _ in parts(0):  # noqa: B007 (the last one is the size)
         digest.update(hashlib.sha256(text.encode()).digest())
     name = f"standard library of Python {platform.python_version()}, {len(files)} files"
-    return Source(name, read, size, digest.hexdigest())
+    return Source(name, parts, size, digest.hexdigest)

@@ -242,12 +242,12 @@ def small() -> Recipe:
 
 
 def paper_0_5b() -> Recipe:
-    """The paper's 0.5B student. Data: affine-attn prepare data/fineweb-edu-qwen HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer Qwen/Qwen1.5-0.5B"""  # noqa: E501
+    """The paper's 0.5B student. Data: affine-attn prepare data/fineweb-edu-qwen HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer Qwen/Qwen1.5-0.5B --max-tokens 18874368000"""  # noqa: E501
     return Recipe(student="qwen1.5-0.5b", teacher="Qwen/Qwen1.5-1.8B", data="data/fineweb-edu-qwen", micro_batch=16)
 
 
 def paper_1b() -> Recipe:
-    """The paper's 1B student. Data: affine-attn prepare data/fineweb-edu-llama HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer meta-llama/Llama-3.2-1B"""  # noqa: E501
+    """The paper's 1B student. Data: affine-attn prepare data/fineweb-edu-llama HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer meta-llama/Llama-3.2-1B --max-tokens 18874368000"""  # noqa: E501
     return Recipe(student="llama3.2-1b", teacher="meta-llama/Llama-3.2-3B", data="data/fineweb-edu-llama")
 
 

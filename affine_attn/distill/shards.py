@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from affine_attn.errors import UserError
 from affine_attn.json_files import read_object
+from affine_attn.files import errors_naming, settle, temporary, written
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -45,9 +46,8 @@ def token_dtype(name: str) -> np.dtype:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """All of it or nothing, also if the machine loses power."""
-    with temporary(path).open("wb") as file:
+    with written(path) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
-        settle(file, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,18 +101,6 @@ def require_same(before: dict[str, Any], settings: dict[str, Any], folder: Path)
             )
 
 
-def settle(file: BinaryIO, path: Path) -> None:
-    """Give what was written to ``path``.tmp its name, once it is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    temporary(path).replace(path)
-    file.close()
-
-
-def temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
 def require_size(path: Path, size: int) -> None:
     if not path.exists():
         raise UserError(f"{path} is missing: the manifest lists it")
@@ -148,21 +136,25 @@ class ShardWriter:
         self._folder, self._dtype, self._starts = folder, dtype, []
         self._file: BinaryIO | None = None
 
-    def append(self, document: np.ndarray) -> None:
-        if self._file is None:
-            self._file = temporary(self._path("bin")).open("wb", buffering=1 << 20)
-        self._starts.append(self.tokens)
-        self._file.write(document.astype(self._dtype).tobytes())
-        self.tokens += len(document)
+    def append(self, tokens: np.ndarray, begins: bool = True) -> None:
+        """Write tokens of a document, which ``begins`` with them or goes on."""
+        path = self._path("bin")
+        with errors_naming(path):
+            if self._file is None:
+                self._file = temporary(path).open("wb", buffering=1 << 20)
+            if begins:
+                self._starts.append(self.tokens)
+            self._file.write(tokens.astype(self._dtype).tobytes())
+        self.tokens += len(tokens)
 
     def commit(self) -> list[dict[str, Any]]:
         """The shard's entry in the manifest; none if it holds no document."""
         if self._file is None:
             return []
-        settle(self._file, self._path("bin"))
-        with temporary(self._path("idx")).open("wb") as index:
+        with errors_naming(self._path("bin")):
+            settle(self._file, self._path("bin"))
+        with written(self._path("idx")) as index:
             index.write(np.array(self._starts, INDEX_DTYPE).tobytes())
-            settle(index, self._path("idx"))
         return [{"name": self.name, "tokens": self.tokens, "documents": len(self._starts)}]
 
     def _path(self, suffix: str) -> Path:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from affine_attn.errors import MissingPackage, UserError
@@ -20,6 +21,13 @@ from affine_attn.distill.shards import TOKENIZER
 END_OF_DOCUMENT = "<|endoftext|>"
 FILE = "tokenizer.json"
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# Longer texts are encoded in pieces of about so many characters: the tokenizers library holds 150 bytes for each.
+PIECE_CHARACTERS = 1 << 17
+# What is looked at on either side of a cut. Further than half of it no pre-tokeniser looks to decide where it splits.
+_CONTEXT = 1 << 10
+_WHITESPACE_ENDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
+# Places of a kind that are tried for a cut.
+_MOST_TRIED = 8
 
 
 def find_tokenizer(name: str) -> Path:
@@ -106,6 +114,45 @@ def load_tokenizer(file: Path) -> Tokenizer:
     return tokenizer
 
 
+class Pieces:
+    """A text that comes in parts, cut into pieces whose tokens, one after the other, are the tokens of the whole.
+
+    A cut is made where whitespace begins or ends and the tokenizer's pre-tokeniser splits. Where it does not, the text
+    stays in one piece however long it is.
+    """
+
+    def __init__(self, encoder: Tokenizer):
+        self._encoder, self._near = encoder, PIECE_CHARACTERS
+        # What was added and is in no piece yet.
+        self.rest = ""
+
+    def add(self, text: str) -> Iterator[str]:
+        self.rest += text
+        while self._near + _CONTEXT <= len(self.rest):
+            at = _safe_cut(self._encoder, self.rest[self._near - _CONTEXT : self._near + _CONTEXT])
+            if at is None:
+                self._near += PIECE_CHARACTERS
+                continue
+            at += self._near - _CONTEXT
+            yield self.rest[:at]
+            self.rest, self._near = self.rest[at:], PIECE_CHARACTERS
+
+
+def _safe_cut(encoder: Tokenizer, text: str) -> int | None:
+    """Where both sides of a text have the tokens that they have in it, and no word of the pre-tokeniser in common."""
+    whole = encoder.encode(text, add_special_tokens=False)
+    middle = range(len(text) // 4, len(text) * 3 // 4)
+    places = [found.start() for found in _WHITESPACE_ENDS.finditer(text) if found.start() in middle]
+    # Some pre-tokenisers split at the ends of lines alone, others nowhere but before spaces.
+    kinds = [[at for at in places if ("\n" in text[at - 1 : at + 1]) is line_end] for line_end in (True, False)]
+    for at in (at for kind in kinds for at in kind[:_MOST_TRIED]):
+        left, right = (encoder.encode(side, add_special_tokens=False).ids for side in (text[:at], text[at:]))
+        words = whole.word_ids[max(0, len(left) - 1) : len(left) + 1]
+        if left + right == whole.ids and len(set(words)) == 2:
+            return at
+    return None
+
+
 def end_of_document(file: Path, token: str | None = None) -> str:
     """The token put after every document: the one asked for, else the tokenizer's end-of-sequence token."""
     if token is None:
@@ -134,16 +181,26 @@ def copy_tokenizer(file: Path, folder: Path, eos_token: str) -> None:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Byte-level BPE, the same for the same texts, as a folder that AutoTokenizer loads."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = _alphabet()
     if vocab_size <= len(alphabet):
         raise UserError(f"--vocab-size must be above {len(alphabet)} (every byte and the end), got {vocab_size}")
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = bytes_tokenizer()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT).save_pretrained(str(folder))
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """A tokenizer of single bytes: what ``train_tokenizer`` begins with, and what cuts its texts."""
+    tokenizer = Tokenizer(models.BPE({byte: number for number, byte in enumerate(_alphabet())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+def _alphabet() -> list[str]:
+    return sorted(pre_tokenizers.ByteLevel.alphabet())

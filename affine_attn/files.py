@@ -1,0 +1,53 @@
+"""Files that are there whole or not at all, and what tells their content from another."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the name ``path`` once all of it is on the disk.
+
+    Until then, and after an error, ``path`` is what it was before.
+    """
+    try:
+        with errors_naming(path), temporary(path).open("wb") as file:
+            yield file
+            settle(file, path)
+    finally:
+        temporary(path).unlink(missing_ok=True)
+
+
+def settle(file: BinaryIO, path: Path) -> None:
+    """Give what was written to ``path``.tmp its name, once it is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+    temporary(path).replace(path)
+    file.close()
+
+
+def temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+@contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Add the file's name to errors of writing, which the system reports without one, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's content."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
