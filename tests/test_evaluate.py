@@ -1,6 +1,7 @@
 """``affine-attn eval`` on tasks: the harness's numbers, local data, resuming, scoring elsewhere, mistakes."""
 
 import gzip
+import hashlib
 import json
 import lzma
 import math
@@ -24,10 +25,10 @@ from affine_attn.commit import commit
 from affine_attn.evaluate import harness
 from affine_attn.evaluate.harness import BatchedLM
 from affine_attn.evaluate.results import TABLE_1, measured_once
-from affine_attn.evaluate.score import Pair, batch_rows, score, score_file
-from affine_attn.evaluate.tasks import LocalData, find_tasks
+from affine_attn.evaluate.score import Pair, batch_rows, read_requests, read_scores, score, score_file
+from affine_attn.evaluate.tasks import LocalData, find_tasks, local_dataset
 from affine_attn.models import convert
-from tests.evaluation_sets import TEXTS, small_llama, write_sets
+from tests.evaluation_sets import DOCUMENTS, TEXTS, small_llama, write_sets
 from tests.hf import stir, tiny_model
 
 runner = CliRunner()
@@ -304,6 +305,130 @@ def test_scored_where_no_harness_is_the_metrics_are_the_same(converted, sets, tm
         assert imported[task]["metrics"] == direct[task]["metrics"]
     for name, cell in direct["c4"]["metrics"].items():
         assert imported["c4"]["metrics"][name] == pytest.approx(cell, rel=1e-5), name
+
+
+def test_scores_of_another_model_are_refused(converted, sets, tmp_path):
+    """By the weights where they are here, else by what the configuration says; what was not compared is recorded."""
+    asked, scores, other = tmp_path / "requests.jsonl", tmp_path / "scores.jsonl", tmp_path / "other"
+    given = ["piqa", "--data", sets]
+    run(converted, *given, "--export-requests", asked)
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(converted).save_pretrained(other)
+    assert runner.invoke(app, ["eval-score", str(converted), str(asked), str(scores)]).exit_code == 0
+    imported = [*given, "--import-scores", scores]
+    refused(f"has the scores of another model than {other}, of {converted}: weights, conf", other, *imported)
+    assert not (other / "evaluation").exists()
+    assert results(converted, *imported, "--output", tmp_path / "own")["piqa"]["compared_with_weights"] is True
+    (other / "model.safetensors").unlink()
+    answer = run(other, *imported, "--json")
+    assert f"the weights of {other} are not here, so whether they are the same was not checked" in answer.stderr
+    (result,) = json.loads(answer.stdout)["results"]
+    assert result["compared_with_weights"] is False
+    assert result["model"]["path"] == str(converted)
+    config = json.loads((other / "config.json").read_text())
+    for changes, message in (
+        ({"intermediate_size": 24}, "parameters is"),
+        ({"attention": {"sink": 0.0}}, "attention is"),
+    ):
+        (other / "config.json").write_text(json.dumps(config | changes))
+        refused(f"has the scores of another model than {other}, of {converted}: {message}", other, *imported)
+
+
+def test_bad_rows_are_named(converted, tmp_path):
+    """Of requests and of scores, whose files people may write or cut by hand."""
+    asked, scores = tmp_path / "requests.jsonl", tmp_path / "scores.jsonl"
+    header, config = {"format": "affine-attn requests 1", "max_length": 64}, AutoConfig.from_pretrained(converted)
+    good = [[1, 2], [3]]
+    shapes = [3, None, {}, [], [[1], []], [[], [1]], [[1, 2]], [[1], [2], [3]], ["ab", "c"]]
+    for bad in (*shapes, [[1], ["a"]], [[1], [-1]], [[1], [2.5]], [[True], [1]]):
+        asked.write_text("".join(json.dumps(row) + "\n" for row in (header, good, bad)))
+        with pytest.raises(ValueError, match=r"requests.jsonl, line 3, is not a request, two lists of token ids"):
+            read_requests(asked, config)
+    answer = runner.invoke(app, ["eval-score", str(converted), str(asked), str(scores)])
+    assert answer.exit_code == 2
+    assert answer.stderr.splitlines()[-1].endswith("with at least one in each: [[true], [1]]")
+    for first in ({"format": header["format"]}, header | {"max_length": "many"}):
+        asked.write_text(json.dumps(first) + "\n" + json.dumps(good) + "\n")
+        with pytest.raises(ValueError, match=r"its first line has no max_length"):
+            read_requests(asked, config)
+    asked.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"is not a file of affine-attn requests 1, or cut short"):
+        read_requests(asked, config)
+    assert not scores.exists()
+    about = dict.fromkeys(("path", "fingerprint", "dtype", "model_type", "attention", "parameters"), "x")
+    header = {"format": "affine-attn scores 1", "requests": "x", "model": about}
+    for bad in (
+        3,
+        [good],
+        [good, -1.5],
+        [good, [-1.5]],
+        [good, ["x", True]],
+        [good, [True, True]],
+        [[[1]], [-1.5, True]],
+    ):
+        scores.write_text("".join(json.dumps(row) + "\n" for row in (header, [good, [-1.0, True]], bad)))
+        with pytest.raises(ValueError, match=r"scores.jsonl, line 3, is not a request"):
+            read_scores(scores)
+    for first, message in ((header | {"model": {"path": "x"}}, "does not say the attention, dtype"),
+                           (header | {"model": 3}, "its first line has no model")):  # fmt: skip
+        scores.write_text(json.dumps(first) + "\n")
+        with pytest.raises(ValueError, match=message):
+            read_scores(scores)
+
+
+PATTERNS = ("sets[1]", "s?ts", "sets*", "{sets,other}", "**", "sets::other", "file:/sets")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_names_of_local_files_are_no_patterns(name, sets, tmp_path, monkeypatch):
+    """The file that was named is evaluated, whatever lies where its name would lead as a pattern."""
+    for other in ("sets", "sets1", "s1ts", "other"):
+        (tmp_path / other / "piqa").mkdir(parents=True)
+        (tmp_path / other / "piqa" / "validation.jsonl").write_text(json.dumps(DOCUMENTS["piqa"][0]) + "\n")
+    place = tmp_path / name / "piqa"
+    place.mkdir(parents=True)
+    for file in (place / "validation.jsonl", place / "file[2]*.jsonl"):
+        file.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS["piqa"]))
+    for given in (str(tmp_path / name), f"piqa={place / 'file[2]*.jsonl'}"):
+        (task,) = find_tasks(["piqa"], LocalData.parse([given]))
+        documents = task.load().validation_docs()
+        assert [document["goal"] for document in documents] == [document["goal"] for document in DOCUMENTS["piqa"]]
+        (digest,) = task.identity()["data"].values()
+        assert digest == hashlib.sha256((place / "validation.jsonl").read_bytes()).hexdigest()
+
+
+def test_every_format_of_local_files_gives_the_same_documents(tmp_path):
+    import bz2
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [*DOCUMENTS["arc_easy"], {"id": "x", "question": "no choices"}]
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    for suffix, compress in (("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress)):
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(compress(lines))
+    with pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
+        stream.write(lines)
+    names = dict.fromkeys(name for record in records for name in record)
+    pq.write_table(pa.table({name: [record.get(name) for record in records] for name in names}), tmp_path / "a.parquet")
+    expected = [{name: record.get(name) for name in names} for record in records]
+    for file in tmp_path.iterdir():
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        assert list(local_dataset("arc_easy", {"test": (str(file), digest)})["test"]) == expected, file
+
+
+def test_a_file_that_changes_between_its_hash_and_its_reading_is_refused(tmp_path):
+    file = tmp_path / "piqa.jsonl"
+    file.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS["piqa"]))
+    (task,) = find_tasks(["piqa"], LocalData.parse([f"piqa={file}"]))
+    task.identity()
+    file.write_text(file.read_text().replace("tea", "ink"))
+    with pytest.raises(ValueError, match=r"piqa.jsonl was changed while the task was evaluated: run the command again"):
+        task.load()
 
 
 def test_scores_of_other_requests_are_refused(converted, sets, tmp_path):

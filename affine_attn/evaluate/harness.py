@@ -91,9 +91,7 @@ class ElsewhereLM(BatchedLM):
         tokenizer: PreTrainedTokenizerBase,
         answer: Callable[[Pair], Score],
     ):
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-        super().__init__(skeleton, tokenizer, batch_size=1)
+        super().__init__(skeleton(config), tokenizer, batch_size=1)
         self._answer = answer
 
     def _scores(self, requests: Sequence[Any], **_: Any) -> list[Any]:
@@ -106,6 +104,12 @@ class ElsewhereLM(BatchedLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         raise UserError(f"{requests[0].task_name} generates text; only log-likelihoods can be computed elsewhere")
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without numbers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def run_task(lm: BatchedLM, loaded: Any, limit: int | None) -> dict[str, Any]:

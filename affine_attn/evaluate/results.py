@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.models.convert import load, read_config, require_place, usable_device
+from affine_attn.models.convert import load, named_place, read_config, require_place, usable_device
+from affine_attn.files import sha256
 from affine_attn.models.folders import tokenizer_of
 
 FOLDER = "evaluation"
@@ -76,6 +77,13 @@ class Subject:
             total.update(f"{file.name} {sha256(file)}\n".encode())
         return total.hexdigest()
 
+    def can_be_compared(self, fingerprint: str) -> bool:
+        """True where the model's own fingerprint is of the same kind: of a hub id, or of files with the weights."""
+        folder, of_hub = Path(self.path), "@" in fingerprint
+        if not folder.is_dir():
+            return of_hub
+        return not of_hub and any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir())
+
     @property
     def identity(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint, "dtype": self.dtype}
@@ -126,13 +134,6 @@ def require_writable(folder: Path) -> None:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
-
-
-def sha256(file: Path) -> str:
-    if not file.is_file():
-        raise UserError(f"there is no file {file}")
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def provenance() -> dict[str, Any]:

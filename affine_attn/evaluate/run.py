@@ -1,5 +1,6 @@
 """``affine-attn eval``: what is measured, each taken up where a call before has finished it."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from affine_attn.evaluate.long_context import (
     needle_retrieval,
 )
 from affine_attn.evaluate.perplexity import encode, shard_perplexity, text_perplexity
-from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once, sha256
-from affine_attn.evaluate.score import REQUESTS, SCORES, Pair, Score, digest, read_lines, write_lines
+from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once
+from affine_attn.evaluate.score import REQUESTS, Pair, Score, read_scores, write_lines
+from affine_attn.files import sha256
 
 # Of windows where none is given, as in the paper's training; less for a model that has less.
 LENGTH = 2048
@@ -144,10 +146,8 @@ def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iter
     tasks = _tasks(request)
     from affine_attn.evaluate.harness import ElsewhereLM, run_task
 
-    header, lines = read_lines(scores, SCORES)
-    answers = {Pair(tuple(context), tuple(continuation)): Score(*score) for (context, continuation), score in lines}
-    if digest(answers) != header["requests"]:
-        raise UserError(f"{scores} is damaged: its requests are not those that were scored")
+    scored, answers = read_scores(scores)
+    compared = _compared(subject, scored, scores)
 
     def answer(pair: Pair) -> Score:
         if pair not in answers:
@@ -158,12 +158,39 @@ def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iter
 
     def compute(task: Any) -> dict[str, Any]:
         lm = ElsewhereLM(subject.config, subject.tokenizer, answer)
-        return {"limit": request.limit, **run_task(lm, task.load(), request.limit), "model": header["model"]}
+        measured = run_task(lm, task.load(), request.limit)
+        return {"limit": request.limit, **measured, "model": scored, "compared_with_weights": compared}
 
-    scored = {key: header["model"][key] for key in ("fingerprint", "dtype")}
     for task in tasks:
-        identity = {**task.identity(), "limit": request.limit, "model": scored}
+        which = {key: scored[key] for key in ("fingerprint", "dtype")}
+        identity = {**task.identity(), "limit": request.limit, "model": which}
         yield Measure(task.name, identity, lambda task=task: compute(task))
+
+
+def _compared(subject: Subject, scored: dict[str, Any], scores: Path) -> bool:
+    """Refuse scores of another model than the subject; False if its weights, which decide, are not here."""
+    from affine_attn.evaluate.harness import skeleton
+
+    refusal = f"{scores} has the scores of another model than {subject.path}, of {scored['path']}"
+    if subject.can_be_compared(scored["fingerprint"]):
+        if scored["fingerprint"] != subject.fingerprint:
+            raise ValueError(f"{refusal}: weights, configuration or tokenizer differ")
+        return True
+    config = subject.config
+    here = {
+        "model_type": config.model_type,
+        "attention": json.loads(json.dumps(config.to_dict().get("attention"))),
+        "parameters": skeleton(config).num_parameters(),
+    }
+    for name, value in here.items():
+        if scored[name] != value:
+            raise ValueError(f"{refusal}: {name} is {scored[name]!r} there, {value!r} here")
+    print(
+        f"{scores} was computed with {scored['path']}; the weights of {subject.path} are not here, so whether they are "
+        "the same was not checked",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _text_measures(subject: Subject, request: Request) -> Iterator[Measure]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from affine_attn.errors import UserError
+from affine_attn.files import written
 from affine_attn.models.configuration import AffineAttnConfig
 
 REQUESTS, SCORES = "affine-attn requests 1", "affine-attn scores 1"
@@ -128,8 +130,8 @@ def score_file(
 
 def read_requests(requests: Path, config: PreTrainedConfig) -> list[Pair]:
     """The requests of a file, which a model with this configuration must be able to answer."""
-    header, lines = read_lines(requests, REQUESTS)
-    pairs = [Pair(tuple(context), tuple(continuation)) for context, continuation in lines]
+    header, rows = read_lines(requests, REQUESTS, max_length=int)
+    pairs = [_pair(row, requests, number) for number, row in enumerate(rows, start=2)]
     largest = max((token for pair in pairs for tokens in pair for token in tokens), default=0)
     longest = header["max_length"]
     if largest >= config.vocab_size or longest > config.max_position_embeddings:
@@ -138,6 +140,42 @@ def read_requests(requests: Path, config: PreTrainedConfig) -> list[Pair]:
             f"this one {config.vocab_size} tokens and {config.max_position_embeddings} positions"
         )
     return pairs
+
+
+def read_scores(scores: Path) -> tuple[dict[str, Any], dict[Pair, Score]]:
+    """What a file of scores says of its model, and the score of every request."""
+    header, rows = read_lines(scores, SCORES, requests=str, model=dict)
+    if lacking := {"path", "fingerprint", "dtype", "model_type", "attention", "parameters"} - header["model"].keys():
+        raise ValueError(f"{scores} does not say the {', '.join(sorted(lacking))} of the model that was scored")
+    answers: dict[Pair, Score] = {}
+    for number, row in enumerate(rows, start=2):
+        match row:
+            case [asked, [int() | float() as log_likelihood, bool(greedy)]] if not isinstance(log_likelihood, bool):
+                answers[_pair(asked, scores, number)] = Score(log_likelihood, greedy)
+            case _:
+                raise ValueError(
+                    f"{scores}, line {number}, is not a request with its log-likelihood and true or false: "
+                    f"{_shown(row)}"
+                )
+    if digest(answers) != header["requests"]:
+        raise ValueError(f"{scores} is damaged: its requests are not those that were scored")
+    return header["model"], answers
+
+
+def _pair(row: Any, path: Path, number: int) -> Pair:
+    match row:
+        case [[_, *_] as context, [_, *_] as continuation] if all(
+            type(token) is int and token >= 0 for token in (*context, *continuation)
+        ):
+            return Pair(tuple(context), tuple(continuation))
+    raise ValueError(
+        f"{path}, line {number}, is not a request, two lists of token ids with at least one in each: {_shown(row)}"
+    )
+
+
+def _shown(row: Any) -> str:
+    text = json.dumps(row)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def digest(pairs: Iterable[Pair]) -> str:
@@ -150,28 +188,27 @@ def digest(pairs: Iterable[Pair]) -> str:
 
 def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None:
     """JSON lines, the header first; all of it or nothing. Compressed where the name ends in .gz."""
-    temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with _open(temporary, path.suffix == ".gz", "wt") as file:
-            for content in (header, *rows):
-                file.write(json.dumps(content) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written(path) as file, gzip.open(file, "wb") if path.suffix == ".gz" else nullcontext(file) as lines:
+        for content in (header, *rows):
+            lines.write(f"{json.dumps(content)}\n".encode())
 
 
-def read_lines(path: Path, expected: str) -> tuple[dict[str, Any], list[Any]]:
+def read_lines(path: Path, expected: str, **fields: type) -> tuple[dict[str, Any], list[Any]]:
+    """The header and the rows of a file; ``fields`` are what its header must have."""
     if not path.exists():
         raise UserError(f"there is no file {path}")
     try:
         with _open(path, path.suffix == ".gz", "rt") as file:
             header, *rows = map(json.loads, file)
         found = header["format"]
-    except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ValueError, TypeError, KeyError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is not a file of {expected}, or cut short") from error
     if found != expected:
         raise UserError(f"{path} is a file of {found}, not of {expected}")
+    for name, kind in fields.items():
+        if not isinstance(header.get(name), kind):
+            raise UserError(f"{path} is damaged: its first line has no {name}")
     return header, rows
 
 

@@ -5,6 +5,8 @@ harness's own, with its prompts, metrics and few-shot settings.
 """
 
 import difflib
+import hashlib
+import io
 import json
 import logging
 import lzma
@@ -14,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,15 @@ from affine_attn.errors import MissingPackage, UserError
 try:
     import datasets
     import lm_eval.tasks
-    from datasets.exceptions import DatasetGenerationError
+    import pyarrow
+    import pyarrow.parquet
 except ModuleNotFoundError as error:
     raise MissingPackage("tasks need lm-evaluation-harness: pip install 'affine-attn[eval]'") from error
 from jinja2 import UndefinedError
 from lm_eval.api.task import ConfigurableTask
 
-from affine_attn.evaluate.results import sha256
+from affine_attn.distill.corpus import decompressed, parse_line
+from affine_attn.files import sha256
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zst")
@@ -101,10 +106,14 @@ class Task:
     files: dict[str, Path]
     config: dict[str, Any]
 
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Hashes of the files, by split."""
+        return {split: sha256(file) for split, file in sorted(self.files.items())}
+
     def identity(self) -> dict[str, Any]:
         """What decides the documents and how they are asked and scored."""
-        digests = {split: sha256(file) for split, file in sorted(self.files.items())}
-        return {"task": self.name, "data": digests or "hub", "lm_eval": harness_version()}
+        return {"task": self.name, "data": self.digests or "hub", "lm_eval": harness_version()}
 
     def load(self) -> ConfigurableTask:
         with quiet("lm_eval.api.task"):
@@ -131,10 +140,11 @@ class Task:
 
     def local_yaml(self) -> str:
         """The harness's task file with another origin of documents. Values are JSON, which is YAML."""
+        files = {split: (str(file), self.digests[split]) for split, file in self.files.items()}
         changed = {
             "include": str(self.source),
             "tag": [],
-            "dataset_kwargs": {"task": self.name, "files": {split: str(file) for split, file in self.files.items()}},
+            "dataset_kwargs": {"task": self.name, "files": files},
         }
         # Splits that are not there would be opened for few-shot examples even where none are used.
         absent = [key for key in _SPLITS if self.config.get(key) and self.config[key] not in self.files]
@@ -175,29 +185,45 @@ def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
     return Task(name, known[name], files, config)
 
 
-# datasets does not wrap what goes wrong while it unpacks, and click would take an EOFError for Ctrl-D.
-_DAMAGED = (DatasetGenerationError, EOFError, OSError, lzma.LZMAError, zlib.error)
+# click would take an EOFError for Ctrl-D.
+_DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error, ValueError, RecursionError, pyarrow.ArrowException)
 
 
-def local_dataset(task: str, files: dict[str, str], **_: Any) -> dict[str, datasets.Dataset]:
-    """What the harness calls for documents, with the task's metadata beside ``dataset_kwargs``."""
+def local_dataset(task: str, files: dict[str, tuple[str, str]], **_: Any) -> dict[str, datasets.Dataset]:
+    """What the harness calls for documents, with the task's metadata beside ``dataset_kwargs``.
+
+    files: by split, the path and the hash that the result will name.
+    """
     loaded = {}
-    # Read anew each time and kept in memory: a cache would outlive a change of the file.
-    with tempfile.TemporaryDirectory() as cache:
-        for split, file in files.items():
-            kind = "parquet" if ".parquet" in Path(file).suffixes else "json"
-            datasets.disable_progress_bars()
-            try:
-                documents: Any = datasets.load_dataset(
-                    kind, data_files=file, split="train", cache_dir=cache, keep_in_memory=True
-                )
-            except _DAMAGED as error:
-                raise UserError(f"{file} is damaged, or not JSON lines or parquet") from error
-            # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
-            if task == "boolq" and "label" not in documents.column_names and "answer" in documents.column_names:
-                documents = documents.add_column("label", [int(answer) for answer in documents["answer"]])
-            loaded[split] = documents
+    for split, (name, digest) in files.items():
+        file = Path(name)
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise UserError(f"{file} was changed while the task was evaluated: run the command again")
+        try:
+            documents = _documents(file, content)
+        except _DAMAGED as error:
+            raise UserError(f"{file} is damaged, or not JSON lines or parquet") from error
+        # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
+        if task == "boolq" and "label" not in documents.column_names and "answer" in documents.column_names:
+            documents = documents.add_column("label", [int(answer) for answer in documents["answer"]])  # pyright: ignore[reportCallIssue]
+        loaded[split] = documents
     return loaded
+
+
+def _documents(file: Path, content: bytes) -> datasets.Dataset:
+    """Documents of a file that was read: the loaders of datasets take a path for a pattern, and keep a cache."""
+    text = decompressed(file, io.BytesIO(content)).read()
+    if ".parquet" in file.suffixes:
+        return datasets.Dataset(pyarrow.parquet.read_table(pyarrow.BufferReader(text)))
+    if text.lstrip().startswith(b"["):
+        records = json.loads(text)
+    else:
+        records = [parse_line(line, f"{file}") for line in text.splitlines() if line.strip()]
+    if not records:
+        raise ValueError(f"{file} has no documents")
+    fields = dict.fromkeys(name for record in records for name in record)
+    return datasets.Dataset.from_dict({name: [record.get(name) for record in records] for name in fields})
 
 
 def harness_version() -> str:
