@@ -22,6 +22,12 @@ def written(path: Path) -> Iterator[BinaryIO]:
         temporary(path).unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with written(path) as file:
+        file.write(text.encode())
+
+
 def settle(file: BinaryIO, path: Path) -> None:
     """Give what was written to ``path``.tmp its name, once it is on the disk."""
     file.flush()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from affine_attn.files import written
 from benchmarks.record import Row
 
 LENGTHS = {"3B": 2048, "3B-8k": 8192, "3B-32k": 32768}
@@ -43,7 +44,8 @@ def draw(rows: list[Row], path: Path) -> bool:
             _panel(axis, {what: found[what] for what in panel if what in found}, panel)
         axes[0].set_ylabel(f"time / {next(r['baseline'] for r in rows if r['baseline'])}")
         figure.suptitle("forward + backward, 3B heads, causal", color=_GREY, fontsize=10)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        with written(path) as file:
+            figure.savefig(file, format=path.suffix[1:], transparent=True, metadata={"Date": None})
         pyplot.close(figure)
     return True
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from affine_attn.core.variants import VARIANTS, variants_table
+from affine_attn.files import write_text
 from benchmarks import plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 
@@ -137,7 +138,7 @@ def main() -> None:
         ROOT / "docs" / "scaling.md": {"training": scaling.measurements(), "scaling": scaling.tables()},
     }
     for path, parts in documents.items():
-        path.write_text(rewrite(path.read_text(), parts))
+        write_text(path, rewrite(path.read_text(), parts))
 
 
 if __name__ == "__main__":

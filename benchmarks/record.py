@@ -1,6 +1,7 @@
 """The CSV of a device: its columns, what is said about the machine, reading and writing."""
 
 import csv
+import io
 import platform
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from affine_attn.files import write_text
 from affine_attn.measure import Timing
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +35,11 @@ def read(path: Path) -> list[Row]:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def update(path: Path, rows: Iterable[Row]) -> None:

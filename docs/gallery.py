@@ -17,6 +17,7 @@ from affine_attn.demo import REPORT, STUDENTS
 from affine_attn.distill.recipes import recipe
 from affine_attn.distill.run import TEACHER
 from affine_attn.distill.sweep import grid
+from affine_attn.files import write_text
 from affine_attn.report.page import draw_figures
 from affine_attn.report.runs import Run, read_runs
 from benchmarks.readme import rewrite
@@ -117,7 +118,7 @@ def main() -> None:
             raise ValueError(f"there is no {DEMO / REPORT}: run make demo first")
         runs, page = students(), PAGE.read_text(encoding="utf-8")
         draw(runs, page, FIGURES)
-        PAGE.write_text(rewrite(page, {"students": table(runs)}), encoding="utf-8")
+        write_text(PAGE, rewrite(page, {"students": table(runs)}))
         photograph(DEMO / REPORT, PICTURE)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"gallery: {error}")

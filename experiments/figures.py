@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from affine_attn.distill.gradients import STEPS
+from affine_attn.files import written
 from experiments.runs import Run
 from experiments.tables import by_setting, table_d
 
@@ -180,5 +181,6 @@ def _panels(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> Path:
 
 def _saved(figure: "Figure", path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with written(path) as file:
+        figure.savefig(file, format=path.suffix[1:], metadata={"Date": None})
     return path

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from affine_attn.analyze.files import Analysis
+from affine_attn.files import write_text
 from affine_attn.report import page
 from affine_attn.report.runs import Run as Reported
 from experiments.grid import CORE, OTHERS
@@ -21,7 +22,7 @@ def write(runs: Iterable[Run], output: Path) -> None:
     chosen = pictured(runs)
     if not chosen:
         raise ValueError("no run of table A was analysed: python -m experiments run does it with the first seed")
-    output.write_text(page.html(chosen), encoding="utf-8")
+    write_text(output, page.html(chosen))
 
 
 def pictured(runs: Iterable[Run]) -> list[Reported]:

@@ -1,6 +1,7 @@
 """Writes the tables (CSV), the figures and the generated parts of README.md and docs/ from run folders."""
 
 import csv
+import io
 import json
 import math
 import re
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from affine_attn.files import write_text
 from benchmarks.readme import rewrite
 from experiments import claims, contrasts, figures, grid, page, tables
 from experiments.runs import Run, read_runs
@@ -68,7 +70,7 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
 
 
 def _rewritten(document: Path, text: str, parts: dict[str, str]) -> Path:
-    document.write_text(rewrite(text, parts))
+    write_text(document, rewrite(text, parts))
     return document
 
 
@@ -139,8 +141,9 @@ def _number(value: Any) -> str:
 def _write_csv(path: Path, rows: Sequence[Row]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
     return path

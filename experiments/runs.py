@@ -29,6 +29,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import settle, temporary, write_json
 from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
+from affine_attn.files import written
 from experiments.grid import Group, Student
 
 if TYPE_CHECKING:
@@ -164,10 +165,8 @@ def read_runs(root: Path) -> Iterator[Run]:
 
 def write_gzip(path: Path, lines: Iterable[str]) -> None:
     """All of it or nothing, and without a date inside: the same numbers are the same bytes."""
-    with temporary(path).open("wb") as file:
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as content:
-            content.write("".join(f"{line}\n" for line in lines).encode())
-        settle(file, path)
+    with written(path) as file, gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as content:
+        content.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def _rounded(value: Any) -> Any:

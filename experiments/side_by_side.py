@@ -22,10 +22,11 @@ from affine_attn.distill.estimate import Size, duration, size_of
 from affine_attn.distill.losses import Logits, chunked_loss
 from affine_attn.distill.progress import token_progress
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import TokenShards, temporary
+from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.statistics import SEQUENCES
 from affine_attn.distill.teacher import ask, logits
 from affine_attn.distill.validation import perplexity
+from affine_attn.files import written
 from affine_attn.models.statistics import evaluating
 from experiments import needles, runs
 from experiments.grid import Group
@@ -168,8 +169,8 @@ def _few(recipe: Recipe, device: torch.device) -> list[dict[str, Tensor]]:
 def _save(path: Path, learners: Sequence[Learner], seconds: float, speeds: list[float], step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     students = {learner.student.name: learner.state_dict() for learner in learners}
-    torch.save({"step": step, "seconds": seconds, "speeds": speeds, "students": students}, temporary(path))
-    temporary(path).replace(path)
+    with written(path) as file:
+        torch.save({"step": step, "seconds": seconds, "speeds": speeds, "students": students}, file)
 
 
 def _resume(path: Path, learners: Sequence[Learner]) -> tuple[float, list[float], int]:

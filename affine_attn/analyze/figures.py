@@ -4,6 +4,7 @@ Their numbers are those of the affine paper's figures (arXiv 2602.23057); docs/m
 """
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from affine_attn.analyze.style import lines, new_figure, plain, style, token_lab
 from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.errors import UserError
+from affine_attn.files import write_text, written
 
 ENTROPIES = {
     "entropy": "of p, before α and β",
@@ -284,17 +286,19 @@ def save(draw: Callable[[], Figure], path: Path) -> list[Path]:
     files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
     with style():
         figure = draw()
-        for file, date in zip(files, ({}, {"Date": None}), strict=True):
-            figure.savefig(file, metadata=date)
+        for path, date in zip(files, ({}, {"Date": None}), strict=True):
+            with written(path) as file:
+                figure.savefig(file, format=path.suffix[1:], metadata=date)
     return files
 
 
 def _write_gradients(runs: Sequence[Run], path: Path) -> Path:
     rows = gradient_table(runs)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        table.writerows(rows)
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, rows[0])
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())
     return path
 
 

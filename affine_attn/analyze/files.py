@@ -45,6 +45,7 @@ import numpy as np
 
 from affine_attn.distill.shards import temporary, write_json
 from affine_attn.errors import UserError
+from affine_attn.files import written
 
 VERSION = 1
 ANALYSIS, MAPS = "analysis.json", "maps.npz"
@@ -79,9 +80,8 @@ class Analysis:
 
 def write(folder: Path, analysis: Analysis) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with temporary(folder / MAPS).open("wb") as file:
+    with written(folder / MAPS) as file:
         np.savez_compressed(file, weights=analysis.weights)
-    temporary(folder / MAPS).replace(folder / MAPS)
     # Last: where it is, the other one is.
     write_json(folder / ANALYSIS, analysis.content)
 

@@ -30,6 +30,7 @@ from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import NotFinite, UserError
+from affine_attn.files import errors_naming
 from affine_attn.models.convert import load, usable_device
 
 COMMAND = "cache-teacher"
@@ -157,7 +158,7 @@ def cache_teacher(
         left = sum(stop - start for *_, start, stop in missing) * plan.sequence_length
         task = progress.add_task("", total=plan.tokens, completed=plan.tokens - left, tokens=0)
         for name, data, start, stop in missing:
-            with _claimed(out / name) as file:
+            with errors_naming(out / name), _claimed(out / name) as file:
                 if file is None:
                     progress.advance(task, (stop - start) * plan.sequence_length)
                     continue

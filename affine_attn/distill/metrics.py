@@ -28,6 +28,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from affine_attn.distill.estimate import PEAKS
 from affine_attn.errors import UserError
+from affine_attn.files import errors_naming, write_text
 
 METRICS = "metrics.jsonl"
 _NAMES = {"learning_rate": "lr"}
@@ -57,13 +58,12 @@ class JsonLines:
         """Drop what is later than the checkpoint of this step, which is about to be done again. At step 0 there is no
         checkpoint, and nothing stays."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [json.dumps(row) + "\n" for row in self.rows() if 0 < step >= row["step"]]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(self.path)
+        kept = [json.dumps(row) + "
+" for row in self.rows() if 0 < step >= row["step"]]
+        write_text(self.path, "".join(kept))
 
     def append(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -189,7 +189,10 @@ def digest(pairs: Iterable[Pair]) -> str:
 def write_lines(path: Path, header: dict[str, Any], rows: Iterable[Any]) -> None:
     """JSON lines, the header first; all of it or nothing. Compressed where the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written(path) as file, gzip.open(file, "wb") if path.suffix == ".gz" else nullcontext(file) as lines:
+    with (
+        written(path) as file,
+        gzip.GzipFile(fileobj=file, mode="wb") if path.suffix == ".gz" else nullcontext(file) as lines,
+    ):
         for content in (header, *rows):
             lines.write(f"{json.dumps(content)}\n".encode())
 
@@ -199,8 +202,11 @@ def read_lines(path: Path, expected: str, **fields: type) -> tuple[dict[str, Any
     if not path.exists():
         raise UserError(f"there is no file {path}")
     try:
-        with _open(path, path.suffix == ".gz", "rt") as file:
-            header, *rows = map(json.loads, file)
+        with (
+            path.open("rb") as file,
+            gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else nullcontext(file) as lines,
+        ):
+            header, *rows = map(json.loads, lines)
         found = header["format"]
     except (ValueError, TypeError, KeyError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is not a file of {expected}, or cut short") from error
@@ -210,8 +216,3 @@ def read_lines(path: Path, expected: str, **fields: type) -> tuple[dict[str, Any
         if not isinstance(header.get(name), kind):
             raise UserError(f"{path} is damaged: its first line has no {name}")
     return header, rows
-
-
-def _open(path: Path, compressed: bool, mode: str) -> IO[str]:
-    opener: Any = gzip.open if compressed else open
-    return opener(path, mode, encoding="utf-8")

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from affine_attn import errors
 from affine_attn.core import alpha, call, layer, masks, reference, rope, spec, variants
 from affine_attn.errors import UserError
+from affine_attn.files import write_text
 from affine_attn.models import configuration, interface, modeling, parallel, streaming
 
 MODULE = "modeling_affine_attn"
@@ -32,15 +33,14 @@ def save_with_code(model: PreTrainedModel, folder: str | Path) -> None:
     """``save_pretrained`` plus the code that ``trust_remote_code=True`` runs; without that flag nothing of it is."""
     folder = Path(folder)
     model.save_pretrained(folder)
-    (folder / f"{MODULE}.py").write_text(modeling_source(), encoding="utf-8")
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    write_text(folder / f"{MODULE}.py", modeling_source())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["auto_map"] = {
         "AutoConfig": f"{MODULE}.AffineAttnConfig",
         "AutoModel": f"{MODULE}.AffineAttnModel",
         "AutoModelForCausalLM": f"{MODULE}.AffineAttnForCausalLM",
     }
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "config.json", f"{json.dumps(config, indent=2)}\n")
 
 
 def modeling_source() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from affine_attn.errors import MissingPackage
 from affine_attn.evaluate.results import TABLE_1, average
+from affine_attn.files import written
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, measured, read_runs
 
@@ -44,8 +45,9 @@ def write_report(folders: Sequence[Path], output: Path = Path("report.html"), fi
         draw_figures(runs, figures)
     text = html(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Names of folders may hold bytes that are no text.
-    output.write_text(text, encoding="utf-8", errors="backslashreplace")
+    with written(output) as file:
+        # Names of folders may hold bytes that are no text.
+        file.write(text.encode(errors="backslashreplace"))
     return output
 
 
