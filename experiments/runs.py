@@ -26,7 +26,7 @@ from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import settle, temporary, write_json
+from affine_attn.distill.shards import write_json
 from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.files import written

@@ -243,6 +243,17 @@ def test_files_are_what_was_written(tmp_path):
         files.read(tmp_path)
 
 
+def test_maps_that_no_report_would_read_are_not_made(tmp_path, monkeypatch):
+    (place,) = models(tmp_path, "softmax")
+    monkeypatch.setattr("affine_attn.analyze.run.MOST_MAP_BYTES", 20_000)
+    with pytest.raises(
+        ValueError, match=r"maps of 2 layers and a --window of 48 tokens take .* GiB, more than 0: give"
+    ):
+        analyze_all([str(place)], Request(text_file(tmp_path), length=48, sequences=1))
+    assert not (place / "analysis").exists()
+    analyze_all([str(place)], Request(text_file(tmp_path), length=48, sequences=1, layers=[1], window="0:16"))
+
+
 def test_a_plain_model_is_converted(tmp_path):
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": VOCAB}))).eval()

@@ -5,6 +5,8 @@ import dataclasses
 import json
 import re
 import shutil
+import tracemalloc
+import zipfile
 from html import unescape
 from pathlib import Path
 
@@ -12,13 +14,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from affine_attn import Affine, AttentionSpec
 from affine_attn.analyze import files
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app
+from affine_attn.core.variants import variant
 from affine_attn.distill.run import run
 from affine_attn.evaluate.results import TABLE_1, Subject
 from affine_attn.evaluate.run import Request as Measures
 from affine_attn.evaluate.run import evaluate
+from affine_attn.models import preset
+from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
@@ -104,6 +110,193 @@ def test_a_trial_with_a_limit_does_not_stand_for_the_whole_task(tmp_path):
     assert (
         cells(write_report([tmp_path], tmp_path / "report.html").read_text(), "average of the six %")[0][:4] == "50 ±"
     )
+
+
+def test_shares_are_in_percent_and_nothing_else(tmp_path):
+    """Of any task, and by the name of the metric: the caption names which."""
+    zero_shot(tmp_path, "arc", "arc_easy", 0.25, None)
+    result = {"name": "lambada_openai", "identity": {"task": "lambada_openai", "model": {}}, "limit": None}
+    result["metrics"] = {
+        "acc": {"value": 0.1875, "stderr": 0.02},
+        "exact_match,strict-match": {"value": 0.5, "stderr": None},
+        "perplexity": {"value": 12.5, "stderr": 0.5},
+    }
+    (tmp_path / "evaluation" / "lambada.json").write_text(json.dumps(result))
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert cells(text, "lambada_openai acc") == ["18.75 ± 2 [14.83, 22.67]"]
+    assert cells(text, "lambada_openai exact_match,strict-match") == ["50"]
+    assert cells(text, "lambada_openai perplexity") == ["12.5 ± 0.5 [11.52, 13.48]"]
+    assert cells(text, "arc_easy acc")[0][:4] == "25 ±"
+    assert "In %: acc, exact_match; all else as it is." in text
+
+
+def test_attention_without_a_name_is_told_by_its_stages(tmp_path):
+    own = AttentionSpec(sink="learned", affine=Affine(length=16, alpha_range=3.0), gate="headwise")
+    for attention, expected in (
+        (own, "sink learned + Affine(length=16, alpha_range=3.0) + headwise gate"),
+        (at_length(variant("affine"), 16), "affine"),
+        (
+            [variant("softmax"), own, variant("softmax")],
+            "2 × softmax, 1 × sink learned + Affine(length=16, alpha_range",
+        ),
+    ):
+        config = preset("nano", attention, num_hidden_layers=len(attention) if isinstance(attention, list) else 2)
+        zero_shot(tmp_path, "arc", "arc_easy", 0.25, None)
+        path = tmp_path / "evaluation" / "arc.json"
+        about = {"model_type": "affine_attn", "attention": config.to_dict()["attention"], "parameters": 7}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model": about}))
+        (shown,) = cells(write_report([tmp_path], tmp_path / "report.html").read_text(), "attention")
+        assert shown.startswith(expected)
+        assert "{" not in shown
+    about |= {"model_type": "foreign", "attention": {"kind": "theirs"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": about}))
+    assert cells(write_report([tmp_path], tmp_path / "report.html").read_text(), "attention") == ["foreign"]
+
+
+def test_a_model_that_another_trainer_trained_is_not_called_untrained(tmp_path):
+    zero_shot(tmp_path, "arc", "arc_easy", 0.25, None)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert f"so there are no curves of <code>{tmp_path.name}</code>" in text
+    assert "not trained" not in text
+
+
+DAMAGES = {
+    "value": lambda result: result["metrics"]["acc"].update(value="high"),
+    "stderr": lambda result: result["metrics"]["acc"].update(stderr=[1]),
+    "truth": lambda result: result["metrics"]["acc"].update(value=True),
+    "cell": lambda result: result["metrics"].update(acc=0.5),
+    "metrics": lambda result: result.update(metrics=[]),
+    "no accuracy": lambda result: result.update(metrics={}),
+    "limit": lambda result: result.update(limit="all"),
+    "name": lambda result: result.pop("name"),
+    "identity": lambda result: result.update(identity="x"),
+    "positions": lambda result: result.update(positions=[{"first": 0, "last": "x", "value": 1.0, "stderr": None}]),
+    "depths": lambda result: result.update(depths=[{"depth": 0.5, "value": "x", "stderr": None}]),
+    "depth": lambda result: result.update(depths=3),
+    "parameters": lambda result: result.update(model={"parameters": "many"}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_result_is_named(name, tmp_path):
+    zero_shot(tmp_path, "arc", "arc_easy", 0.25, None)
+    path = tmp_path / "evaluation" / "arc.json"
+    result = json.loads(path.read_text())
+    DAMAGES[name](result)
+    path.write_text(json.dumps(result))
+    answer = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "no.html")])
+    assert answer.exit_code == 2, answer.exception
+    assert answer.output.startswith(f"{path} is damaged (")
+    assert len(answer.output.splitlines()) == 1
+
+
+def test_damaged_files_of_a_run_are_named(runs, tmp_path):
+    for file, change, message in (
+        ("recipe.json", lambda _: "{}", "recipe.json is damaged: attention is None"),
+        ("recipe.json", lambda _: "[]", "recipe.json is damaged: it has no fields"),
+        ("recipe.json", lambda _: "[" * 100_000, "recipe.json is damaged"),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('"loss": ', '"loss": "x", "l": ', 1),
+            "line 1, is damaged: loss is 'x'",
+        ),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('"grad_norm"', '"norm"', 1),
+            "line 1, is damaged: grad_norm is None",
+        ),
+        ("metrics.jsonl", lambda text: text.replace('"step": 1,', '"step": null,'), "line 1, is damaged: step is None"),
+        ("statistics.jsonl", lambda text: text.replace("[[", '[["x", ', 1), "line 1, is damaged: entropy is [['x'"),
+    ):
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(runs[0], folder, ignore=shutil.ignore_patterns("model", "checkpoint-*"))
+        (folder / file).write_text(change((folder / file).read_text()))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_runs([folder])
+
+
+def damaged(content: dict, place: str, value: object) -> dict:
+    """The analysis with another value at a place of dots."""
+    changed = json.loads(json.dumps(content))
+    *path, last = place.split(".")
+    table = changed
+    for name in path:
+        table = table[int(name) if isinstance(table, list) else name]
+    table[int(last) if isinstance(table, list) else last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("heads.entropy.0.1", "x"), ("heads.entropy.0", [1.0]), ("heads.alpha", 3), ("layers.entropy.1", {}),
+        ("scalars.row_sum", "x"), ("row_sums.counts.0.3", None), ("row_sums.edges", []), ("row_sums.all.mean", "x"),
+        ("histograms.alpha.counts.0.0.0", "x"), ("histograms.alpha.counts", [None, None]), ("model.layers", 0),
+        ("model.heads", 10**9), ("model.variant", []), ("map.layers", [7]), ("map.stop", 10**9),
+        ("map.tokens.0", 3), ("data.tokens", "x"), ("name", None), ("versions", 3), ("heads", []), ("map", None),
+    ],
+)  # fmt: skip
+def test_a_damaged_analysis_is_named(place, value, runs, tmp_path):
+    folder = tmp_path / "model" / "analysis"
+    shutil.copytree(runs[1] / "model" / "analysis", folder)
+    content = json.loads((folder / files.ANALYSIS).read_text())
+    (folder / files.ANALYSIS).write_text(json.dumps(damaged(content, place, value)))
+    answer = CliRunner().invoke(app, ["report", str(tmp_path / "model"), "-o", str(tmp_path / "no.html")])
+    assert answer.exit_code == 2, answer.exception
+    assert answer.output.startswith(f"{folder} is damaged: analyze the model again (")
+    assert len(answer.output.splitlines()) == 1
+
+
+def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_path, monkeypatch):
+    """A small file can unpack to any size, with or without the rest of the analysis agreeing."""
+    folder = tmp_path / "analysis"
+    shutil.copytree(runs[1] / "model" / "analysis", folder)
+    content = json.loads((folder / files.ANALYSIS).read_text())
+    whole = content | {"map": content["map"] | {"start": 0, "stop": 1024, "tokens": ["a"] * 1024}}
+    np.savez_compressed(folder / files.MAPS, weights=np.zeros((2, 4, 1024, 1024), np.float32))
+    assert (folder / files.MAPS).stat().st_size < 100_000
+
+    def most_memory(match: str) -> int:
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=match):
+            files.read(folder)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    # The array is none that the analysis speaks of.
+    assert (
+        most_memory(r"has an array \(2, 4, 1024, 1024\) of float32 where analysis.json says \(2, 4, 16, 16\)") < 1 << 20
+    )
+    # It is, and is larger than any analysis writes.
+    (folder / files.ANALYSIS).write_text(json.dumps(whole))
+    monkeypatch.setattr(files, "MOST_MAP_BYTES", 1 << 24)
+    assert most_memory(r"its maps would take 0.0 GiB") < 1 << 20
+    monkeypatch.undo()
+    # The report keeps the part that it shows, and unpacks map by map.
+    tracemalloc.start()
+    kept = files.read(folder, 80_000).weights
+    assert kept.shape == (2, 4, 100, 100)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    # The directory of a zip file may say what it wants.
+    with zipfile.ZipFile(folder / files.MAPS, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("weights.npy", bytes(1 << 25))
+    assert most_memory("is damaged") < 1 << 20
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    assert most_memory("more than 0 MiB, which no analysis has") < 1 << 20
+
+
+def test_histograms_of_single_heads_are_left_out_where_the_page_would_burst(runs, monkeypatch):
+    shown = {figure.id: figure for figure in figures.analysis(read_runs(runs))}["alpha-beta"]
+    assert shown.pickers[1].options == ["all", "0", "1", "2", "3"]
+    monkeypatch.setattr(figures, "HISTOGRAM_NUMBERS", 1000)
+    few = {figure.id: figure for figure in figures.analysis(read_runs(runs))}["alpha-beta"]
+    assert few.pickers[1].options == ["all"]
+    assert "Single heads are left out" in few.caption
+    assert [panel.traces["0/0"] for panel in few.panels] == [panel.traces["0/0"] for panel in shown.panels]
 
 
 def test_parts_of_different_size_have_no_average(tmp_path):
@@ -197,7 +390,8 @@ def test_what_is_missing_is_left_out_with_the_command_that_makes_it(runs, tmp_pa
     assert f"<code>affine-attn analyze '{spaced}/model' --data DATA</code>" in text
     # And the other way round: a model that was not trained here.
     text = write_report([runs[0] / "model"], tmp_path / "report.html").read_text()
-    assert "not trained here" in text
+    assert "Without metrics.jsonl, which affine-attn distill writes, so there are no curves of" in text
+    assert "not trained here" not in text
     assert 'id="loss-0"' not in text
     assert 'id="maps-0"' in text
 

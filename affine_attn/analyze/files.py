@@ -35,20 +35,26 @@ on keys that are not visible; their mean over axis 1 is the head-averaged map of
 """
 
 import json
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from affine_attn.distill.shards import temporary, write_json
+from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
 from affine_attn.files import written
 
 VERSION = 1
 ANALYSIS, MAPS = "analysis.json", "maps.npz"
+# What is read at most, and of maps also written: those of 16,384 heads with 64 tokens take a quarter of it.
+MOST_MAP_BYTES = 1 << 30
+MOST_BYTES = 1 << 26
+# Maps that are cut when they are read keep so many tokens at least: the window that is written by default.
+LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,125 @@ def write(folder: Path, analysis: Analysis) -> None:
     write_json(folder / ANALYSIS, analysis.content)
 
 
-def read(folder: Path) -> Analysis:
+def map_bytes(layers: int, heads: int, tokens: int) -> int:
+    """What maps take once they are unpacked."""
+    return 4 * layers * heads * tokens**2
+
+
+def read(folder: Path, map_numbers: int | None = None) -> Analysis:
+    """map_numbers: of the maps, about so many numbers are kept, their first queries and keys; None keeps all."""
     path = folder / ANALYSIS
     if not path.is_file():
         raise UserError(f"{folder} has no {ANALYSIS}: make it with affine-attn analyze")
+    if path.stat().st_size > MOST_BYTES:
+        raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB, which no analysis has: analyze the model again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
-        with np.load(folder / MAPS) as arrays:
-            weights = arrays["weights"]
-    except (ValueError, TypeError, KeyError, OSError, EOFError, BadZipFile, zlib.error) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{folder} is damaged: analyze the model again") from error
     if version != VERSION:
         raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: analyze again")
-    return Analysis(content, weights)
+    try:
+        _check(content)
+        return Analysis(content, _read_maps(folder / MAPS, content, map_numbers))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(f"{folder} is damaged: analyze the model again ({error})") from error
+
+
+def _read_maps(path: Path, content: dict[str, Any], map_numbers: int | None) -> np.ndarray:
+    """Maps one by one: a small file may unpack to many times the memory, so sizes are compared before."""
+    shown, heads = content["map"], content["model"]["heads"]
+    layers, tokens = len(shown["layers"]), shown["stop"] - shown["start"]
+    size = map_bytes(layers, heads, tokens)
+    if size > MOST_MAP_BYTES:
+        raise UserError(f"its maps would take {size / 2**30:.1f} GiB, more than {MOST_MAP_BYTES >> 30}")
+    kept = tokens
+    if map_numbers is not None:
+        kept = min(tokens, max(LEAST_TOKENS, math.isqrt(map_numbers // (layers * heads))))
+    with ZipFile(path) as archive, archive.open("weights.npy") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise UserError(f"{MAPS} is of a numpy format {version} that is not written here")
+        found = np.lib.format.read_array_header_1_0(file)
+        expected = ((layers, heads, tokens, tokens), False, np.dtype("<f4"))
+        if found != expected or archive.getinfo("weights.npy").file_size != file.tell() + size:
+            raise UserError(f"{MAPS} has an array {found[0]} of {found[2]} where {ANALYSIS} says {expected[0]}")
+        maps = np.empty((layers, heads, kept, kept), np.float32)
+        for weights in maps.reshape(-1, kept, kept):
+            block = np.frombuffer(file.read(4 * tokens**2), np.float32).reshape(tokens, tokens)
+            weights[:] = block[:kept, :kept]
+    return maps
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Refuse what is no number where figures and tables need one, and tables of other shapes than the docstring's."""
+    model, data, shown = content["model"], content["data"], content["map"]
+    counts = (
+        (model, ("layers", "heads", "parameters")),
+        (data, ("length", "sequences", "tokens")),
+        (shown, ("start", "stop")),
+    )
+    for place, names in counts:
+        for name in names:
+            _require(is_count(place[name]), name, place[name])
+    layers, heads = model["layers"], model["heads"]
+    _require(layers > 0 and heads > 0, "model", f"of {layers} layers and {heads} heads")
+    kept = shown["layers"]
+    there = isinstance(kept, list) and len(kept) > 0
+    _require(there and all(is_count(layer) and layer < layers for layer in kept), "layers of maps", kept)
+    texts = shown["tokens"]
+    _require(isinstance(texts, list) and all(isinstance(text, str) for text in texts), "tokens of maps", texts)
+    _require(0 < len(texts) == shown["stop"] - shown["start"], "number of tokens of maps", len(texts))
+    _require(isinstance(model["variant"], str | None), "variant", model["variant"])
+    for name in (content["name"], data["path"], data["boundaries"]):
+        _require(isinstance(name, str), "name", name)
+    _require(content["run"] is None or isinstance(content["run"], str), "run", content["run"])
+    _require(isinstance(content["versions"], dict), "versions", content["versions"])
+    for metric, value in content["scalars"].items():
+        _numbers(metric, value)
+    for metric, values in content["layers"].items():
+        _numbers(metric, values, layers)
+    for metric, values in content["heads"].items():
+        _numbers(metric, values, layers, heads)
+    sums = content["row_sums"]
+    bins = len(sums["edges"]) - 1
+    for name, shape in {"edges": (bins + 1,), "counts": (layers, bins), "mean": (layers,), "median": (layers,)}.items():
+        _numbers(name, sums[name], *shape, missing=False)
+    for name, shape in {"counts": (bins,), "mean": (), "median": ()}.items():
+        _numbers(name, sums["all"][name], *shape, missing=False)
+    for name, histogram in content["histograms"].items():
+        bins = len(histogram["edges"]) - 1
+        _numbers(name, histogram["edges"], bins + 1, missing=False)
+        there = [layer for layer in histogram["counts"] if layer is not None]
+        _require(bool(there) and len(histogram["counts"]) == layers, name, "not there for any layer")
+        _numbers(name, there, len(there), heads, bins, missing=False)
+
+
+def _numbers(name: str, values: Any, *shape: int, missing: bool = True) -> None:
+    """Refuse what is no table of this shape; ``missing``: null may stand for a number, or for a row of them."""
+    kinds = {int, float, type(None)} if missing else {int, float}
+    if not shape:
+        _require(type(values) in kinds, name, values)
+        return
+    if missing and values is None:
+        return
+    _require(isinstance(values, list) and len(values) == shape[0], name, values)
+    if len(shape) > 1:
+        for value in values:
+            _numbers(name, value, *shape[1:], missing=missing)
+    elif not {type(value) for value in values} <= kinds:
+        _require(False, name, next(value for value in values if type(value) not in kinds))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require(ok: bool, name: str, value: Any) -> None:
+    if not ok:
+        raise UserError(f"{name} is {str(value)[:40]}")

@@ -11,7 +11,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from affine_attn.analyze.files import VERSION, Analysis, write
+from affine_attn.analyze.files import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write
 from affine_attn.analyze.measure import measure
 from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
 from affine_attn.core.spec import AttentionSpec
@@ -96,6 +96,11 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
     layers = sorted(set(request.layers)) or list(range(config.num_hidden_layers))
     if layers[0] < 0 or layers[-1] >= config.num_hidden_layers:
         raise UserError(f"--layer must be between 0 and {config.num_hidden_layers - 1} in {target.path}")
+    if (needed := map_bytes(len(layers), config.num_attention_heads, window.stop - window.start)) > MOST_MAP_BYTES:
+        raise UserError(
+            f"maps of {len(layers)} layers and a --window of {window.stop - window.start} tokens take "
+            f"{needed / 2**30:.1f} GiB, more than {MOST_MAP_BYTES >> 30}: give fewer with --layer, or a shorter window"
+        )
     largest = max(int(sequence["input_ids"].max()) for sequence in sequences)
     if largest >= config.vocab_size:
         raise UserError(f"{request.data} has a token {largest}, {target.path} knows {config.vocab_size}: not its data")

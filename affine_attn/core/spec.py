@@ -115,9 +115,7 @@ class LogN(Logit):
 
     def __post_init__(self):
         if not is_count(self.length, 2):
-            raise UserError(
-                f"LogN: length must be an integer > 1, got {self.length!r}; the largest is {LARGEST_COUNT}"
-            )
+            raise UserError(f"LogN: length must be an integer > 1, got {self.length!r}; the largest is {LARGEST_COUNT}")
 
     @property
     def start(self) -> float:

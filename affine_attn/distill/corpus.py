@@ -16,9 +16,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from affine_attn.files import sha256
-
 from affine_attn.errors import MissingPackage, UserError
+from affine_attn.files import sha256
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -201,9 +200,7 @@ class _Utf8:
             text = self._decoder.decode(content, ends)
         except UnicodeDecodeError as error:
             place = self._decoded - waiting + error.start
-            raise UserError(
-                f"{self._path} is not UTF-8 text ({error.reason} at byte {place} of a document)"
-            ) from error
+            raise UserError(f"{self._path} is not UTF-8 text ({error.reason} at byte {place} of a document)") from error
         self._decoded += len(content)
         return text
 

@@ -58,8 +58,7 @@ class JsonLines:
         """Drop what is later than the checkpoint of this step, which is about to be done again. At step 0 there is no
         checkpoint, and nothing stays."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [json.dumps(row) + "
-" for row in self.rows() if 0 < step >= row["step"]]
+        kept = [json.dumps(row) + "\n" for row in self.rows() if 0 < step >= row["step"]]
         write_text(self.path, "".join(kept))
 
     def append(self, row: dict[str, Any]) -> None:

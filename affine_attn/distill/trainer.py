@@ -79,9 +79,7 @@ class DistillTrainer(Trainer):
                 "or choose one with CUDA_VISIBLE_DEVICES"
             )
         if args.max_steps < 1:
-            raise UserError(
-                f"max_steps must be given: the order of the data spans the whole run; got {args.max_steps}"
-            )
+            raise UserError(f"max_steps must be given: the order of the data spans the whole run; got {args.max_steps}")
         # One that a user put there.
         self._own_forward = vars(model).get("forward")
         # Inside the forward, because that is where DDP and FSDP have the weights ready.

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.models.convert import load, named_place, read_config, require_place, usable_device
 from affine_attn.files import sha256
+from affine_attn.models.convert import load, read_config, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
 
 FOLDER = "evaluation"
@@ -36,6 +36,8 @@ TABLE_1 = {
     "arc_easy": "ARC-e",
     "boolq": "BoolQ",
 }
+# Metrics that are shares, which people read in percent: the harness's, and of needles.
+SHARES = ("acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "f1", "accuracy")
 
 
 class Subject:

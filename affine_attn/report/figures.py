@@ -16,7 +16,7 @@ import torch
 from affine_attn.analyze.training import LATE, running_mean
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
-from affine_attn.report.runs import Run, about, measured
+from affine_attn.report.runs import MAP_NUMBERS, Run, about, measured
 
 # Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
@@ -24,8 +24,8 @@ COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9
 DASHES = ("solid", "dash", "dot", "dashdot")
 # A curve with more points shows the least and the greatest value of every stretch, so that no spike is lost.
 MOST_POINTS = 2000
-# Weights that all maps of a page may have together: about 2 MB of it.
-MAP_NUMBERS = 1_500_000
+# Numbers that histograms of single heads may have together, as MAP_NUMBERS for maps; beyond it layers alone are shown.
+HISTOGRAM_NUMBERS = 1_500_000
 
 METRICS = {
     "row_sum": "Sum of a query's weights",
@@ -368,6 +368,9 @@ def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:
     if not kinds:
         return []
     layers, heads = (max(run.analysis.content["model"][name] for _, run in analysed) for name in ("layers", "heads"))
+    drawn = [found for kind in kinds for _, run in analysed if (found := _histogram(run, kind))]
+    if layers * heads * sum(len(found["edges"]) for found in drawn) > HISTOGRAM_NUMBERS:
+        heads = 0
     panels = []
     for kind, text in kinds.items():
         traces: dict[str, list[dict]] = {}
@@ -383,6 +386,8 @@ def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:
         panels.append(Panel(traces, _axes(text, "") | _CLOSEST, text))
     pickers = [Picker("layer", [*map(str, range(layers))]), Picker("head", ["all", *map(str, range(heads))])]
     caption = "One value per query and head. Each curve is scaled to its highest bin."
+    if not heads:
+        caption += " Single heads are left out: there are too many for a page."
     return [Figure("alpha-beta", "α and β", caption, panels, pickers)]
 
 

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files as package_files
@@ -17,9 +18,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from affine_attn.analyze.run import variant_name
+from affine_attn.core.spec import AttentionSpec
 from affine_attn.errors import MissingPackage
-from affine_attn.evaluate.results import TABLE_1, average
+from affine_attn.evaluate.results import SHARES, average
 from affine_attn.files import written
+from affine_attn.models.configuration import AffineAttnConfig, as_spec
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, measured, read_runs
 
@@ -71,7 +75,7 @@ def html(runs: Sequence[Run]) -> str:
         raise MissingPackage("affine-attn report needs plotly: pip install 'affine-attn[report]'") from error
     plotly, script, style = get_plotlyjs(), _asset("page.js"), _asset("page.css")
     sections = {title: make(runs) for title, make in SECTIONS.items()}
-    described = json.dumps([dataclasses.asdict(f) for figures in sections.values() for f in figures], allow_nan=False)
+    described = json.dumps([_described(f) for figures in sections.values() for f in figures], allow_nan=False)
     title = " · ".join(run.name for run in runs)
     allowed = " ".join(f"'sha256-{_sha256(source)}'" for source in (script, plotly))
     policy = (
@@ -107,6 +111,11 @@ def html(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
+
+
+def _described(figure: Figure) -> dict[str, Any]:
+    # Not asdict, which copies every number of every trace.
+    return {**vars(figure), "panels": [*map(vars, figure.panels)], "pickers": [*map(vars, figure.pickers)]}
 
 
 def _asset(name: str) -> str:
@@ -176,7 +185,10 @@ def _save(figure: Figure, n: int, kind: str) -> str:
 def _missing(section: str, runs: Sequence[Run]) -> str:
     """What is not there, and the command that makes it."""
     lacking: dict[str, tuple[str, list[str]]] = {
-        "Training": ("These were not trained here, so there are no curves of", [r.name for r in runs if not r.metrics]),
+        "Training": (
+            "Without metrics.jsonl, which affine-attn distill writes, so there are no curves of",
+            [run.name for run in runs if not run.metrics],
+        ),
         "Evaluation": (
             "No results yet: ",
             [f"affine-attn eval {quote(str(r.model))}" for r in runs if not r.evaluations],
@@ -222,7 +234,31 @@ def _summary(runs: Sequence[Run]) -> str:
 def _attention(run: Run) -> str:
     about = run.analysis.content if run.analysis else run.evaluations[0] if run.evaluations else {}
     model = about.get("model", {})
-    return str(run.variant or model.get("attention") or model.get("model_type") or "")
+    if run.variant:
+        return run.variant
+    if run.analysis is None and model.get("model_type") != AffineAttnConfig.model_type:
+        return str(model.get("model_type", ""))
+    layers = model["attention"] if isinstance(model["attention"], list) else [model["attention"]]
+    counts = Counter(_spec_text(as_spec(layer)) for layer in layers)
+    return ", ".join(text if len(counts) == 1 else f"{n} × {text}" for text, n in counts.items())
+
+
+def _spec_text(spec: AttentionSpec) -> str:
+    """The variant's name; the stages of a spec that has none."""
+    if name := variant_name([spec]):
+        return name
+    stages = [] if spec.logit is None else [_changed_fields(spec.logit)]
+    stages += [] if spec.sink is None else [f"sink {spec.sink}"]
+    stages += [] if spec.affine is None else [_changed_fields(spec.affine)]
+    stages += [] if spec.gate is None else [f"{spec.gate} gate"]
+    return " + ".join(stages)
+
+
+def _changed_fields(stage: Any) -> str:
+    """A stage with the fields that are not those it begins with."""
+    values = {field.name: (getattr(stage, field.name), field.default) for field in dataclasses.fields(stage)}
+    changed = (f"{name}={value!r}" for name, (value, default) in values.items() if value != default)
+    return f"{type(stage).__name__}({', '.join(changed)})"
 
 
 def _parameters(run: Run) -> str:
@@ -253,14 +289,16 @@ def _evaluations(runs: Sequence[Run]) -> str:
     """One row per number. What differs in anything but the weights is another row."""
     cells: dict[tuple[str, ...], dict[int, list[str]]] = {}
     told: dict[str, str] = {}
+    shares: set[str] = set()
     for i, run in enumerate(runs):
         for result in run.evaluations:
             key = measured(result)
             told.setdefault(key, about(result))
-            metrics = dict(result["metrics"])
-            if result["name"] in TABLE_1:
-                metrics = {name: {k: percent(v) for k, v in cell.items()} for name, cell in metrics.items()}
-            for metric, cell in metrics.items():
+            for metric, cell in result["metrics"].items():
+                # Behind a comma stands the harness's filter.
+                if (plain := metric.partition(",")[0]) in SHARES:
+                    shares.add(plain)
+                    cell = {k: percent(v) for k, v in cell.items()}
                 row = (result["name"], metric, key)
                 cells.setdefault(row, {}).setdefault(i, []).append(_with_error(cell))
         limits = {result["limit"] for result in run.zero_shot.values()}
@@ -275,7 +313,9 @@ def _evaluations(runs: Sequence[Run]) -> str:
         (f"{name} {metric}{told[key]}", ["; ".join(found.get(i, ())) for i in range(len(runs))])
         for (name, metric, key), found in cells.items()
     ]
-    caption = "Tasks in %. ± is one standard error; in brackets the 95 % interval, 1.96 standard errors to each side."
+    caption = "± is one standard error; in brackets the 95 % interval, 1.96 standard errors to each side."
+    if shares:
+        caption = f"In %: {', '.join(sorted(shares))}; all else as it is. {caption}"
     return (
         f'<div class="card"><h3>Results</h3><p class="caption">{escape(caption)}</p>'
         f"{_table([run.name for run in runs], rows)}</div>"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affine_attn.analyze import files, training
+from affine_attn.analyze.files import is_count, is_number
 from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.distill.environment import ENVIRONMENT
 from affine_attn.distill.metrics import METRICS, JsonLines
@@ -16,7 +17,10 @@ from affine_attn.distill.run import MODEL, RECIPE
 from affine_attn.distill.statistics import STATISTICS
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import FOLDER as EVALUATION
-from affine_attn.evaluate.results import TABLE_1
+from affine_attn.evaluate.results import TABLE_1, accuracy
+
+# Weights that all maps of a page may have together: about 2 MB of it.
+MAP_NUMBERS = 1_500_000
 
 
 @dataclass(frozen=True)
@@ -65,17 +69,20 @@ def _read(folder: Path, name: str) -> Run:
         raise UserError(f"there is no folder {folder}")
     trained = (folder / RECIPE).is_file()
     model = folder / MODEL if trained else folder
-    evaluations = [_json(path) for path in sorted((model / EVALUATION).glob("*.json"))]
-    analysis = files.read(model / ANALYSIS) if (model / ANALYSIS / files.ANALYSIS).is_file() else None
+    evaluations = [_evaluation(path) for path in sorted((model / EVALUATION).glob("*.json"))]
+    analysis = files.read(model / ANALYSIS, MAP_NUMBERS) if (model / ANALYSIS / files.ANALYSIS).is_file() else None
     if not trained and not evaluations and analysis is None:
         raise UserError(
             f"{folder} is no run of affine-attn distill (it has no {RECIPE}), "
             "and no model that affine-attn eval or analyze has results of"
         )
-    metrics = JsonLines(folder / METRICS).rows() if trained else []
+    metrics = _rows(folder / METRICS, "loss", "grad_norm") if trained else []
     if trained and not metrics:
         raise UserError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
     recipe = _json(folder / RECIPE) if trained else {}
+    for field, kind in (("attention", str), ("steps", int), ("global_batch", int), ("sequence_length", int)):
+        if trained and not isinstance(recipe.get(field), kind):
+            raise ValueError(f"{folder / RECIPE} is damaged: {field} is {recipe.get(field)!r:.60}")
     return Run(
         name=name,
         variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
@@ -83,7 +90,7 @@ def _read(folder: Path, name: str) -> Run:
         recipe=recipe,
         environment=_json(folder / ENVIRONMENT) if trained else {},
         metrics=metrics,
-        statistics=JsonLines(folder / STATISTICS).rows() if trained else [],
+        statistics=_rows(folder / STATISTICS) if trained else [],
         result=result(folder) if trained else {},
         finished=not trained or (folder / RESULT).is_file(),
         evaluations=evaluations,
@@ -103,8 +110,58 @@ def _names(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("different paths have different names")
 
 
+def _evaluation(path: Path) -> dict[str, Any]:
+    """A result of ``affine-attn eval``, with a number wherever tables and figures need one."""
+    result = _json(path)
+    try:
+        _require(
+            isinstance(result["name"], str) and isinstance(result["identity"]["model"], dict), "its name or identity"
+        )
+        _require(result.get("limit") is None or is_count(result["limit"]), f"limit {result.get('limit')!r}")
+        cells = {name: [cell] for name, cell in result["metrics"].items()}
+        for part, places in (("positions", ("first", "last")), ("depths", ("depth",))):
+            cells[part] = result.get(part, [])
+            for cell in cells[part]:
+                _require(all(is_number(cell[place]) for place in places), f"{part} {cell!r:.60}")
+        for name, of_name in cells.items():
+            for cell in of_name:
+                numbers = (cell["value"], cell["stderr"])
+                _require(all(number is None or is_number(number) for number in numbers), f"{name} {cell!r:.60}")
+        if result["name"] in TABLE_1:
+            accuracy(result)
+        parameters = result.get("model", {}).get("parameters", 0)
+        _require(is_count(parameters), f"parameters {parameters!r}")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else "it is not what affine-attn eval writes"
+        raise ValueError(f"{path} is damaged ({reason}): remove it to measure again") from error
+    return result
+
+
+def _rows(path: Path, *needed: str) -> list[dict[str, Any]]:
+    """Lines of a run: nothing but numbers, in lists over layers and heads too. ``needed``: what every line has."""
+    rows = JsonLines(path).rows()
+    for number, row in enumerate(rows, start=1):
+        wrong = [name for name, value in row.items() if not _all_numbers(value)]
+        wrong += [name for name in ("step", *needed) if not is_number(row.get(name))]
+        if wrong:
+            raise ValueError(f"{path}, line {number}, is damaged: {wrong[0]} is {row.get(wrong[0])!r:.60}")
+    return rows
+
+
+def _all_numbers(value: Any) -> bool:
+    return all(map(_all_numbers, value)) if isinstance(value, list) else value is None or is_number(value)
+
+
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it has no fields")
+    return content
