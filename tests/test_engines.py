@@ -10,14 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from affine_attn import Mask, attention, attention_stats
-from affine_attn.core import fused, hopper
+from affine_attn.core import epilogue, fused, hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import ENGINES
 from affine_attn.core.engines import flex
 from affine_attn.core.gpu import kept
 from affine_attn.core.ops import on_its_device
-from tests.cases import CASES, MASKS, SPECS, Case
+from tests.cases import CASES, MASKS, SINKS, SPECS, Case
+from tests.fp32_sums import assert_fp32_sums
 
 
 def _arguments(case: Case, device: str = "cpu"):
@@ -132,6 +133,29 @@ def test_a_scale_that_is_not_positive(engine, scale):
         gradients.append([y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))])
     (y, dq, *others), (expected, dq_scaled, *expected_others) = gradients
     torch.testing.assert_close([y, dq, *others], [expected, scale * dq_scaled, *expected_others])
+
+
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+@pytest.mark.parametrize("token_sink", [False, True], ids=["per_head", "per_token"])
+def test_sinks_of_both_shapes_and_infinite_ones(token_sink, engine):
+    shape = Shape(2, 6, 2, 20, 30, 16)
+    inputs = random_inputs(SPECS["sink+affine+gate"], shape)
+    inputs["sink"] = SINKS[None, :, None].expand(2, 6, 20).clone() if token_sink else SINKS
+    assert not [d for d in deviations(engine, inputs) if not d.within]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", ["all_padded", "left_padding"])
+def test_flex_on_rows_without_keys_and_infinite_sinks(mask):
+    shape = Shape(2, 6, 2, 20, 20, 16)
+    inputs, mask = random_inputs(SPECS["sink"], shape) | {"sink": SINKS}, MASKS[mask](shape, torch.device("cpu"))
+    y, expected = (attention(**inputs, mask=mask, impl=impl) for impl in ("flex", "reference"))
+    torch.testing.assert_close(y, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_the_torch_epilogue_are_fp32_sums_that_are_rounded_once(causal):
+    assert_fp32_sums(epilogue, torch.bfloat16, causal)
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "blocked"])

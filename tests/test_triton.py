@@ -8,8 +8,9 @@ from affine_attn.core import fused
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.core.engines import decode, triton
-from tests.cases import CASES, MASKS, SPECS
+from tests.cases import CASES, MASKS, SINKS, SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
+from tests.fp32_sums import assert_fp32_sums
 
 SHAPES = [
     Shape(2, 4, 2, 100, 100, 32),  # two tiles, the second one part filled
@@ -86,11 +87,26 @@ def test_an_expanded_gradient_is_not_negated_in_place():
 @interpreted
 @pytest.mark.parametrize("token_sink", [False, True], ids=["per_head", "per_token"])
 def test_sinks_of_both_shapes_and_infinite_ones(token_sink):
-    shape = SHAPES[0]
-    inputs = random_inputs(SPECS["sink+affine+gate"], shape)
-    sink = torch.tensor([-torch.inf, -8.0, 8.0, 40.0])
-    inputs["sink"] = sink[None, :, None].expand(shape.batch, shape.heads, shape.tq).clone() if token_sink else sink
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 6, 2, 100, 100, 32))
+    inputs["sink"] = SINKS[None, :, None].expand(2, 6, 100).clone() if token_sink else SINKS
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+@interpreted
+def test_rows_without_keys_and_infinite_sinks():
+    shape = Shape(2, 6, 2, 20, 20, 16)
+    inputs, mask = (
+        random_inputs(SPECS["sink"], shape) | {"sink": SINKS},
+        MASKS["left_padding"](shape, torch.device("cpu")),
+    )
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_the_fused_epilogue_are_fp32_sums(causal):
+    """Under a causal mask what a segment's own queries add to dv is kept in 16 bits on the way."""
+    assert_fp32_sums(fused, torch.float16, causal, is_dv_rounded_once=not causal)
 
 
 @interpreted

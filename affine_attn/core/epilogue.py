@@ -74,15 +74,16 @@ def gradients(call: Call, dy: Tensor, output: Output, attention_backward: Attent
     du = None if call.beta is None else torch.empty(*call.v.shape[:2], *call.q.shape[2:], dtype=dtype, device=o.device)
     for rows, u in _value_tiles(call):
         alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-        g, o_rows = dy[:, :, rows], o[:, :, rows]
+        # In fp32 before any product: those of 16-bit numbers would be rounded to 16 bits.
+        g, o_rows = dy[:, :, rows].to(dtype), o[:, :, rows]
         if gate is not None:
             per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)
             dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
-            g = g * gate.to(dtype)
-        do[:, :, rows] = g if alpha is None else g * alpha.to(dtype)[..., None]
-        along_o[:, :, rows] = (g * o_rows).sum(-1, dtype=dtype)
+            g = g * gate
+        do[:, :, rows] = g if alpha is None else g * alpha[..., None]
+        along_o[:, :, rows] = (g * o_rows).sum(-1)
         if beta is not None and u is not None:
-            groups = _groups(g.to(dtype), u)
+            groups = _groups(g, u)
             dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
             du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
     dq, dk, dv = attention_backward(do, o, z)

@@ -309,7 +309,7 @@ class _RowGradients:
             # Keys that every query sees get the whole sum.
             seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
             whole = self.totals[:, 0].view(batch, kv_heads, 1, -1)[..., :head_dim]
-            dv[:, :, seen_by_all] += whole.to(dv.dtype)
+            dv[:, :, seen_by_all] += whole  # added in fp32, rounded once
 
     def results(self) -> Gradients:
         call = self.call
