@@ -132,6 +132,12 @@ def test_a_forward_uses_the_average_from_before_the_step():
     assert gate.alpha_ma.tolist() == pytest.approx([0.3] * HEADS)
 
 
+def test_a_single_token_is_averaged():
+    gate, x = _gate(), torch.randn(1, 1, DIM)
+    _step(gate, [x], _tracked_sgd(gate))
+    torch.testing.assert_close(gate.alpha_ma, 0.1 * _mean_alpha(gate, x))
+
+
 @pytest.mark.parametrize("sizes", [[8], [2, 2, 2, 2], [1, 4, 1, 2]], ids=str)
 def test_micro_batches_do_not_change_the_average(sizes):
     """The mean is over tokens, so a small micro-batch must not weigh as much as a large one."""
@@ -517,6 +523,13 @@ def test_a_copy_of_what_was_tracked_is_not(copied):
     gate = _gate()
     optimizer = _tracked_sgd(gate, lr=0.1)
     _step(gate, [torch.randn(2, 3, DIM)], optimizer)
+    _assert_warned_without_tracking(copied(gate))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda gate: pickle.loads(pickle.dumps(gate))], ids=["copy", "file"])
+def test_a_copy_warns_anew(copied):
+    gate = _gate()
+    _assert_warned_without_tracking(gate)
     _assert_warned_without_tracking(copied(gate))
 
 

@@ -219,6 +219,16 @@ def test_an_inf_or_nan_of_a_query_is_not_hidden(impl, keys, dtype, value):
     assert inputs["q"].grad[:, 1, 2].isnan().all()
 
 
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_an_inf_or_nan_of_a_query_that_sees_nothing_changes_nothing(value):
+    inputs = random_inputs(EVERY_STAGE, Shape(1, 4, 2, 6, 6, 8))
+    mask, rows = Mask(padding=torch.arange(6)[None] >= 3), list(range(6))
+    clean = _on_rows(inputs, mask, rows, "blocked")
+    assert not clean[0][:, :, :3].any()
+    inputs["q"][:, 1, 2] = value
+    torch.testing.assert_close(_on_rows(inputs, mask, rows, "blocked"), clean, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("argument", ["k", "v"])
 @pytest.mark.parametrize("impl", ["sdpa", "blocked", "reference"])
 def test_a_loss_over_a_row_that_sees_nan_has_nan_gradients(impl, argument):

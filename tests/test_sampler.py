@@ -25,6 +25,8 @@ def test_the_order_is_random_enough():
     assert abs(first - 200).max() < 60
     orders = {tuple(shuffled(np.arange(50), 50, seed, epoch)) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
+    # Numbers whose digits are the same in a row.
+    assert len({tuple(shuffled(np.arange(50), 50, *pair)) for pair in ((1, 11), (11, 1), (111, 0), (1, 110))}) == 4
     neighbours = shuffled(np.arange(10_000), 10_000, 0, 0)
     assert abs(np.corrcoef(neighbours[1:], neighbours[:-1])[0, 1]) < 0.05
 
@@ -91,6 +93,7 @@ def test_sampler_refusals():
         ({"consumed": 4, "seed": 1, "size": 10}, "a sampler with seed 1, this one has 0"),
         ({"consumed": 4, "seed": 0, "size": 11}, "a sampler with size 11, this one has 10"),
         ({"consumed": 3, "seed": 0, "size": 10}, "consumed must be a multiple of 4"),
+        ({"consumed": 2, "seed": 0, "size": 10}, "consumed must be a multiple of 4"),
         ({"consumed": 20, "seed": 0, "size": 10}, "of at most 16, got 20"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -116,6 +116,24 @@ def test_rows_that_see_nothing(mask, tq, tk, sink):
         assert (stats.mean_logit == 0).all()
 
 
+@pytest.mark.parametrize("sink", [math.inf, 1e4, torch.tensor([math.inf, 1e4])], ids=str)
+def test_a_sink_that_takes_everything_leaves_no_entropy(sink):
+    """0 log 0 is 0."""
+    q, k = torch.randn(2, 2, 5, 4), torch.randn(2, 1, 5, 4)
+    stats = attention_stats(q, k, sink=sink)
+    assert (stats.sink_mass == 1).all()
+    for name in ("entropy", "first_token", "row_sum"):
+        assert (getattr(stats, name) == 0).all(), name
+
+
+def test_the_mean_of_many_logits_that_cancel():
+    """The sums of a long sequence's rows have more digits than fp32: all of them positive, then all negative."""
+    q = torch.randint(1 << 22, 1 << 23, (1, 1, 1 << 17, 1)).float()
+    q = torch.cat((q + 1, 1 - q), 2)
+    stats = attention_stats(q, torch.ones(1, 1, 1, 1), Mask(causal=False), scale=1.0)
+    assert stats.mean_logit.item() == 1
+
+
 def test_uniform_weights_have_the_entropy_of_their_number():
     q, k = torch.zeros(1, 1, 5, 4), torch.randn(1, 1, 5, 4)
     stats = attention_stats(q, k)
