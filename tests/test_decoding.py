@@ -220,13 +220,16 @@ def test_an_inf_or_nan_of_a_query_is_not_hidden(impl, keys, dtype, value):
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_an_inf_or_nan_of_a_query_that_sees_nothing_changes_nothing(value):
+@pytest.mark.parametrize("impl", ["blocked", "reference"])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 5]], ids=["sees nothing", "is not read"])
+def test_an_inf_or_nan_of_a_query_changes_nothing(rows, impl, value):
+    """Where it sees no key, or no loss reads its row."""
     inputs = random_inputs(EVERY_STAGE, Shape(1, 4, 2, 6, 6, 8))
-    mask, rows = Mask(padding=torch.arange(6)[None] >= 3), list(range(6))
-    clean = _on_rows(inputs, mask, rows, "blocked")
+    mask = Mask(padding=torch.arange(6)[None] >= 3)
+    clean = _on_rows(inputs, mask, rows, impl)
     assert not clean[0][:, :, :3].any()
-    inputs["q"][:, 1, 2] = value
-    torch.testing.assert_close(_on_rows(inputs, mask, rows, "blocked"), clean, rtol=0, atol=0)
+    inputs["q"][:, 1, 2 if 4 in rows else 4] = value
+    torch.testing.assert_close(_on_rows(inputs, mask, rows, impl), clean, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("argument", ["k", "v"])

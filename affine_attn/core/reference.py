@@ -10,6 +10,7 @@ Dense, any dtype, any device, differentiable by autograd. Every engine is tested
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,11 +33,11 @@ def run_with_weights(call: Call, matmul: torch.dtype | None = None) -> tuple[Ten
     """y, and the weights w [B, H, Tq, Tk] it is made of: zero on invisible keys, in the precision of row statistics."""
     everything = slice(0, call.tq), slice(0, call.tk)
     visible = call.visible(*everything)
-    k, v, poisoned = isolate(call, lambda bad: visible.to(bad.dtype) @ bad)
-    s = scores(call, k, visible, *everything, matmul=matmul)
+    call, poisoned = isolate(call, visible.any(-1), lambda bad: visible.to(bad.dtype) @ bad)
+    s = scores(call, call.k, visible, *everything, matmul=matmul)
     p, _ = probabilities(s, sink_rows(call, everything[0]))
     w = weights(p, visible, call.alpha, call.beta)
-    y = grouped_matmul(w, v.to(w.dtype), matmul)
+    y = grouped_matmul(w, call.v.to(w.dtype), matmul)
     if call.gate is not None:
         y = call.gate.to(y.dtype) * y
     return _Poison.apply(y, poisoned).to(call.q.dtype), w
@@ -67,6 +68,29 @@ class _Poison(torch.autograd.Function):
     def jvp(ctx, dy: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         (poisoned,) = ctx.saved_tensors
         return dy.masked_fill(poisoned, float("nan"))
+
+
+class _Zeroed(torch.autograd.Function):
+    """x with zeros at the bad entries, and the gradient of what it became: NaN where a loss reads one of them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.masked_fill(bad, 0.0)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    # torch declares *grad_outputs and documents naming them, as here.
+    @staticmethod
+    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx, None
+
+    @staticmethod
+    def jvp(ctx, dx: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx.clone()
 
 
 def scores(
@@ -131,15 +155,18 @@ def own_precision(x: Tensor) -> AbstractContextManager:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def isolate(call: Call, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v with non-finite entries zeroed, and what must be NaN because it sees one, bool [B, H, Tq, D].
+def isolate(call: Call, sees_any: Tensor, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Call, Tensor]:
+    """The call with non-finite entries zeroed, and what must be NaN because of one, bool [B, H, Tq, D].
 
-    A plain product would spread an inf to rows that cannot see it, since 0 * inf is NaN.
+    That is what sees one, or is of a query that has one and sees any key (sees_any, bool [B or 1, 1, Tq]). A plain
+    product would spread an inf to rows that cannot see it, and from a query to keys that it cannot see: 0 * inf is NaN.
     """
-    bad_k, bad_v = ~call.k.isfinite().all(-1, keepdim=True), ~call.v.isfinite()
+    bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (call.q, call.k))
+    bad_v = ~call.v.isfinite()
     seen = visible_sum((bad_k | bad_v).float()) > 0
-    poisoned = seen.repeat_interleave(call.heads // call.k.shape[1], dim=1)
-    return call.k.masked_fill(bad_k, 0.0), call.v.masked_fill(bad_v, 0.0), poisoned
+    poisoned = seen.repeat_interleave(call.heads // call.k.shape[1], dim=1) | (bad_q & sees_any[..., None])
+    q, k, v = _Zeroed.apply(call.q, bad_q), call.k.masked_fill(bad_k, 0.0), call.v.masked_fill(bad_v, 0.0)
+    return replace(call, q=q, k=k, v=v), poisoned
 
 
 def row_dtype(x: Tensor) -> torch.dtype:
