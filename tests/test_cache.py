@@ -105,6 +105,20 @@ def test_items_have_the_targets_of_the_live_teacher(tmp_path, data, teacher, dty
     assert ("position_ids" in items[0]) == documents
 
 
+def test_entries_that_do_not_count_are_left_out(tmp_path, data, teacher):
+    """A head with more entries than the tokenizer, as padded ones have, whatever they hold."""
+    padded = LlamaForCausalLM.from_pretrained(teacher)
+    padded.resize_token_embeddings(VOCAB + 8)
+    with torch.no_grad():
+        padded.lm_head.weight[VOCAB:] = 10 * padded.lm_head.weight[:8]
+    padded.save_pretrained(tmp_path / "padded")
+    # A batch as large as that of the other cache: the same products.
+    cache_teacher(plan(data, tmp_path / "out", shard_tokens=1 << 22), str(tmp_path / "padded"), batch=3)
+    item = CachedShards(data, LENGTH, cache=tmp_path / "out", vocabulary=VOCAB)[0]
+    assert item["teacher_ids"].max() < VOCAB
+    assert (cached_target(item).log_probs.exp().sum(-1) > 0.2).all()
+
+
 def test_a_large_vocabulary_takes_four_bytes():
     assert cache.record_dtype(64, 128256, "bfloat16").itemsize == 64 * (4 + 2) + 4
     assert cache.record_dtype(64, 65536, "float32").itemsize == 64 * (2 + 4) + 4

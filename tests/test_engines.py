@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from affine_attn import Mask, attention, attention_stats
+from affine_attn.core import call as call_module
 from affine_attn.core import epilogue, fused, hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
@@ -17,6 +18,7 @@ from affine_attn.core.dispatch import ENGINES
 from affine_attn.core.engines import flex
 from affine_attn.core.gpu import kept
 from affine_attn.core.ops import on_its_device
+from affine_attn.core.visible_sums import sums_in_blocks, sums_in_blocks_backward
 from tests.cases import CASES, MASKS, SINKS, SPECS, Case
 from tests.fp32_sums import assert_fp32_sums
 
@@ -44,6 +46,21 @@ def test_every_engine_that_accepts_a_case_is_right(case: Case):
     assert engines
     for engine in engines:
         _assert_within(case, engine)
+
+
+@pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "lengths"])
+def test_blocks_of_rows_add_up(mask, monkeypatch):
+    """Calls as small as these are one block otherwise."""
+    monkeypatch.setattr(call_module, "_SCORES_AT_ONCE", 1)
+    shape = Shape(3, 4, 2, 37, 45, 16)
+    inputs, mask = random_inputs(SPECS["sink+affine+gate"], shape), MASKS[mask](shape, torch.device("cpu"))
+    call = checked_call(**inputs, mask=mask)
+    assert len(call.blocks()) == 3
+    assert not [d for d in deviations("blocked", inputs, mask) if not d.within]
+    visible = call.visible(slice(None), slice(None)).float()
+    torch.testing.assert_close(sums_in_blocks(call.v, call), visible @ call.v)
+    du = torch.randn(3, 2, 37, 16)
+    torch.testing.assert_close(sums_in_blocks_backward(du, call), visible.mT @ du)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.dtype == torch.float32][::7], ids=str)

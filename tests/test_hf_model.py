@@ -207,6 +207,12 @@ def test_the_average_stays_fp32_however_a_model_is_made(tmp_path):
     assert again.model.layers[0].self_attn.alpha.alpha_ma.dtype == torch.float32
 
 
+def test_the_average_starts_where_its_spec_says():
+    spec = AttentionSpec(affine=Affine(start=0.3, alpha_range=2.0))
+    model = AutoModelForCausalLM.from_config(tiny_config(spec))
+    assert model.model.layers[1].self_attn.alpha.alpha_ma.tolist() == pytest.approx([0.3] * 4)
+
+
 def test_a_loaded_model_trains_and_tracks_alpha(tmp_path):
     from affine_attn import track_alpha
 

@@ -120,6 +120,20 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
     assert shows_in_some_order(is_wrong)
 
 
+def test_rows_that_tma_cannot_load_are_told():
+    """They begin at multiples of 16 bytes, and follow each other in memory in no odd way."""
+    whole = torch.empty(2, 2, 10, 72, dtype=torch.float16)
+    assert hopper.can_be_copied(whole[..., :64])
+    assert hopper.can_be_copied(whole[..., 8:])
+    for x in (
+        whole[..., 4:68],
+        whole[..., ::2],
+        torch.empty(2, 2, 10, 68)[..., :64],
+        whole[:, :1].expand(2, 2, 10, 72),
+    ):
+        assert not hopper.can_be_copied(x)
+
+
 def test_programs_share_the_tiles_evenly():
     for batch, heads, blocks in product((1, 3), (2, 40), (1, 16)):
         with torch.device("meta"):  # the default one must not matter

@@ -358,6 +358,19 @@ def test_under_autocast_a_fp32_head_multiplies_in_bf16_and_keeps_fp32_gradients(
         torch.testing.assert_close(gradient, rounded.float(), rtol=1e-2, atol=1e-3)
 
 
+def test_the_head_s_gradient_adds_up_in_fp32():
+    """Over chunks of a token, each of which 16 bits would round into the sum; products of 16-bit numbers are exact."""
+    hidden, weight, teacher, labels = _inputs(tokens=400)
+    hidden, weight, teacher = hidden.bfloat16(), weight.bfloat16(), Teacher(*(x.bfloat16() for x in teacher))
+    weight.requires_grad_()
+    whole, by_token = (
+        torch.autograd.grad(chunked_loss(hidden, weight, teacher, labels, chunk_bytes=bytes).loss, weight)[0].double()
+        for bytes in (1 << 20, 2 * V)
+    )
+    # Both are rounded once, at the end.
+    assert ((by_token - whole).abs() <= torch.finfo(torch.bfloat16).eps * whole.abs() + 1e-6 * whole.abs().max()).all()
+
+
 def test_small_gradients_survive_fp16():
     """A denominator of a million and a loss scale, as a trainer in fp16 has it: only the last product may be small."""
     hidden, weight, teacher, _ = _inputs()

@@ -51,6 +51,15 @@ def test_values_and_gradients(name, shape, causal, negative):
 
 
 @interpreted
+@pytest.mark.parametrize("kv_heads", [1, 2], ids="K{}".format)
+@pytest.mark.parametrize("name", ["sink+affine+gate", "affine"])
+def test_slices_of_columns_of_several_sequences(name, kv_heads):
+    """Each slice writes its part of the gradients of numbers per row."""
+    inputs = random_inputs(SPECS[name], Shape(2, 2, kv_heads, 20, 20, 80))
+    assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+@interpreted
 def test_no_two_gradients_share_memory():
     """An operator, which is what a compiled model calls, may not return two views of one tensor."""
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 70, 70, 64))
@@ -70,6 +79,24 @@ def test_the_incoming_gradient_is_left_as_it_was():
     dy = torch.randn_like(inputs["q"])
     before = dy.clone()
     attention(**leaves, impl="sdpa").backward(dy)
+    assert torch.equal(dy, before)
+
+
+@interpreted
+def test_a_failed_backward_leaves_the_incoming_gradient_as_it_was():
+    inputs = random_inputs(SPECS["affine"], SHAPES[0])
+    inputs["alpha"] -= 0.5
+    call = checked_call(**inputs)
+    output = fused.finish(call, lambda: (torch.randn_like(call.q), torch.randn(call.q.shape[:3])))
+    dy = torch.randn_like(call.q)
+    before = dy.clone()
+
+    def fails(do: torch.Tensor, *_):
+        assert not torch.equal(do, before)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fused.gradients(call, dy, output, fails)
     assert torch.equal(dy, before)
 
 
@@ -124,7 +151,34 @@ def test_any_memory_layout_will_do(engine):
         back = tuple(torch.tensor(layout).argsort().tolist())
         for name in ("q", "k", "v", "gate"):
             inputs[name] = inputs[name].permute(layout).contiguous().permute(back)
+        inputs["sink"] = torch.stack((inputs["sink"], -inputs["sink"]), 1)[:, 0]
         assert not [d for d in deviations(engine, inputs) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_a_gradient_of_y_in_any_memory_layout(engine):
+    inputs = random_inputs(SPECS["softmax"], SHAPES[0])
+    leaves = [inputs[x].requires_grad_() for x in "qkv"]
+    y, dy = attention(**inputs, impl=engine), torch.randn(inputs["q"].shape)
+    expected = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    channels_first = dy.transpose(2, 3).contiguous().transpose(2, 3)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, channels_first), expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(window=39),  # hides one pair
+        Mask(documents=torch.arange(40).expand(2, 40) // 13 * 2**32),  # ids that 32 bits cannot tell apart
+        Mask(padding=(torch.arange(40)[:, None] >= torch.tensor([3, 20])).T),  # tokens first in memory
+    ],
+    ids=["window", "documents", "padding"],
+)
+def test_masks_of_any_size_type_and_layout(mask):
+    inputs = random_inputs(SPECS["logn"], Shape(2, 2, 1, 40, 40, 16))
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
 
 
 # Every logit, mask and combination of stages that the triton engine takes, thinned out: the interpreter is slow.
