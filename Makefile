@@ -6,7 +6,7 @@ UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
 OLDEST_TRITON := .venv/oldest-triton
 
-.PHONY: demo test test-gpu test-sanitizer test-faults test-aot test-hf-common bench gallery lint fmt clean
+.PHONY: demo test test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common bench gallery lint fmt clean
 
 # Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.installed
@@ -36,6 +36,10 @@ test-sanitizer: .venv/.installed
 # The faults of `make test` and those that take longer.
 test-faults: .venv/.installed
 	$(BIN)/python -m pytest tests/test_faults.py
+
+# Mistakes put into a copy of the tree, one at a time: the tests must notice each.
+test-mutations: .venv/.installed
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.run_mutations
 
 test-aot: .venv/.installed
 	$(BIN)/python -m pytest -n 2 tests/test_aot.py
