@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from affine_attn.errors import UserError
+
 
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
@@ -54,6 +56,6 @@ def errors_naming(path: Path) -> Iterator[None]:
 def sha256(path: Path) -> str:
     """Return the hash of a file's content."""
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -118,7 +118,7 @@ def _file(path: Path, text_field: str, separator: str | None) -> Source:
         yield from read(skip)
         now = path.stat()
         if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
-            raise ValueError(f"{path} was changed while it was read")
+            raise UserError(f"{path} was changed while it was read")
 
     return Source(path.as_posix(), parts, found.st_size, partial(sha256, path))
 

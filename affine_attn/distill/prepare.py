@@ -132,7 +132,7 @@ def _ended_before(max_tokens: int | None, manifest: dict[str, Any], out: Path) -
 
 def _require_less(tokens: int, max_tokens: int, out: Path) -> None:
     if tokens >= max_tokens:
-        raise ValueError(f"{out} was begun for {tokens} training tokens or more, not {max_tokens}; give a new folder")
+        raise UserError(f"{out} was begun for {tokens} training tokens or more, not {max_tokens}; give a new folder")
 
 
 def _reopen(out: Path, manifest: dict[str, Any]) -> None:

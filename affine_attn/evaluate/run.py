@@ -174,7 +174,7 @@ def _compared(subject: Subject, scored: dict[str, Any], scores: Path) -> bool:
     refusal = f"{scores} has the scores of another model than {subject.path}, of {scored['path']}"
     if subject.can_be_compared(scored["fingerprint"]):
         if scored["fingerprint"] != subject.fingerprint:
-            raise ValueError(f"{refusal}: weights, configuration or tokenizer differ")
+            raise UserError(f"{refusal}: weights, configuration or tokenizer differ")
         return True
     config = subject.config
     here = {
@@ -184,7 +184,7 @@ def _compared(subject: Subject, scored: dict[str, Any], scores: Path) -> bool:
     }
     for name, value in here.items():
         if scored[name] != value:
-            raise ValueError(f"{refusal}: {name} is {scored[name]!r} there, {value!r} here")
+            raise UserError(f"{refusal}: {name} is {scored[name]!r} there, {value!r} here")
     print(
         f"{scores} was computed with {scored['path']}; the weights of {subject.path} are not here, so whether they are "
         "the same was not checked",

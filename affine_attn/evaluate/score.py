@@ -146,19 +146,19 @@ def read_scores(scores: Path) -> tuple[dict[str, Any], dict[Pair, Score]]:
     """What a file of scores says of its model, and the score of every request."""
     header, rows = read_lines(scores, SCORES, requests=str, model=dict)
     if lacking := {"path", "fingerprint", "dtype", "model_type", "attention", "parameters"} - header["model"].keys():
-        raise ValueError(f"{scores} does not say the {', '.join(sorted(lacking))} of the model that was scored")
+        raise UserError(f"{scores} does not say the {', '.join(sorted(lacking))} of the model that was scored")
     answers: dict[Pair, Score] = {}
     for number, row in enumerate(rows, start=2):
         match row:
             case [asked, [int() | float() as log_likelihood, bool(greedy)]] if not isinstance(log_likelihood, bool):
                 answers[_pair(asked, scores, number)] = Score(log_likelihood, greedy)
             case _:
-                raise ValueError(
+                raise UserError(
                     f"{scores}, line {number}, is not a request with its log-likelihood and true or false: "
                     f"{_shown(row)}"
                 )
     if digest(answers) != header["requests"]:
-        raise ValueError(f"{scores} is damaged: its requests are not those that were scored")
+        raise UserError(f"{scores} is damaged: its requests are not those that were scored")
     return header["model"], answers
 
 
@@ -168,7 +168,7 @@ def _pair(row: Any, path: Path, number: int) -> Pair:
             type(token) is int and token >= 0 for token in (*context, *continuation)
         ):
             return Pair(tuple(context), tuple(continuation))
-    raise ValueError(
+    raise UserError(
         f"{path}, line {number}, is not a request, two lists of token ids with at least one in each: {_shown(row)}"
     )
 

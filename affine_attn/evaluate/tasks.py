@@ -221,7 +221,7 @@ def _documents(file: Path, content: bytes) -> datasets.Dataset:
     else:
         records = [parse_line(line, f"{file}") for line in text.splitlines() if line.strip()]
     if not records:
-        raise ValueError(f"{file} has no documents")
+        raise UserError(f"{file} has no documents")
     fields = dict.fromkeys(name for record in records for name in record)
     return datasets.Dataset.from_dict({name: [record.get(name) for record in records] for name in fields})
 

@@ -82,7 +82,7 @@ def _read(folder: Path, name: str) -> Run:
     recipe = _json(folder / RECIPE) if trained else {}
     for field, kind in (("attention", str), ("steps", int), ("global_batch", int), ("sequence_length", int)):
         if trained and not isinstance(recipe.get(field), kind):
-            raise ValueError(f"{folder / RECIPE} is damaged: {field} is {recipe.get(field)!r:.60}")
+            raise UserError(f"{folder / RECIPE} is damaged: {field} is {recipe.get(field)!r:.60}")
     return Run(
         name=name,
         variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
@@ -133,7 +133,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
         _require(is_count(parameters), f"parameters {parameters!r}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = error if isinstance(error, ValueError) else "it is not what affine-attn eval writes"
-        raise ValueError(f"{path} is damaged ({reason}): remove it to measure again") from error
+        raise UserError(f"{path} is damaged ({reason}): remove it to measure again") from error
     return result
 
 
@@ -144,7 +144,7 @@ def _rows(path: Path, *needed: str) -> list[dict[str, Any]]:
         wrong = [name for name, value in row.items() if not _all_numbers(value)]
         wrong += [name for name in ("step", *needed) if not is_number(row.get(name))]
         if wrong:
-            raise ValueError(f"{path}, line {number}, is damaged: {wrong[0]} is {row.get(wrong[0])!r:.60}")
+            raise UserError(f"{path}, line {number}, is damaged: {wrong[0]} is {row.get(wrong[0])!r:.60}")
     return rows
 
 
@@ -154,7 +154,7 @@ def _all_numbers(value: Any) -> bool:
 
 def _require(ok: bool, what: str) -> None:
     if not ok:
-        raise ValueError(what)
+        raise UserError(what)
 
 
 def _json(path: Path) -> dict[str, Any]:
