@@ -193,8 +193,9 @@ BAD: dict[str, tuple[Callable, str]] = {
     "spec_affine": (lambda: AttentionSpec(affine=True), r"affine must be None or Affine\(...\), got True"),
     "spec_gate": (
         lambda: AttentionSpec(gate="sigmoid"),
-        r"gate must be None or one of \['elementwise', 'headwise'.*\], got 'sigmoid'",
+        r"gate must be None, a number or one of \['learned', 'elementwise', 'headwise'.*\], got 'sigmoid'",
     ),
+    "spec_gate_infinite": (lambda: AttentionSpec(gate=float("inf")), r"gate must be None, a number or .*, got inf"),
     "dict_entry": (lambda: AttentionSpec.from_dict({"sinks": 0.0}), r"unknown entries \['sinks'\].*sink"),
     "dict_affine_entry": (lambda: AttentionSpec.from_dict({"affine": {"lenght": 4}}), r"(?=.*lenght)(?=.*length)"),
     "dict_logit_kind": (lambda: AttentionSpec.from_dict({"logit": {"kind": "alibbi"}}), r"logit.*alibi.*'alibbi'"),

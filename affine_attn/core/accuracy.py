@@ -20,7 +20,7 @@ from affine_attn.core import reference
 from affine_attn.core.call import checked_call
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import GATES, AttentionSpec
+from affine_attn.core.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def random_inputs(
         if spec.affine.beta:
             fp32["beta"] = (0.5 - fp32["alpha"]) / max(s.tk, 1)
     if spec.gate is not None:
-        tensors["gate"] = torch.sigmoid(randn(*rows, s.head_dim if GATES[spec.gate].per_channel else 1))
+        is_by_channel = spec.projected_gate is not None and spec.projected_gate.per_channel
+        tensors["gate"] = torch.sigmoid(randn(*rows, s.head_dim if is_by_channel else 1))
     row_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     inputs: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     inputs |= {name: tensor.to(device, row_dtype) for name, tensor in fp32.items()}

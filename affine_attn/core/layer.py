@@ -78,16 +78,11 @@ class AttentionLayer(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.alpha = AlphaGate(dim, heads, self.spec.affine, init_std) if self.spec.affine else None
         self.sinks = nn.Parameter(torch.empty(heads)) if self.spec.sink == "learned" else None
-        gate = self.projected_gate
+        gate = self.spec.projected_gate
         self.attn_gate = nn.Linear(dim, width if gate.per_channel else heads, bias=False) if gate else None
         self.gate_scale = nn.Parameter(torch.empty(heads)) if self.spec.gate == "learned" else None
         self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.logit, LogN) else None
         self.reset_parameters()
-
-    @property
-    def projected_gate(self) -> Gate | None:
-        """The gate if it is one of W_g x, not of numbers alone."""
-        return GATES.get(self.spec.gate) if isinstance(self.spec.gate, str) else None
 
     def reset_parameters(self) -> None:
         for module in self.children():
@@ -101,7 +96,7 @@ class AttentionLayer(nn.Module):
             nn.init.normal_(self.sinks, std=self.init_std)
         if self.logn_scale is not None and isinstance(self.spec.logit, LogN):
             nn.init.constant_(self.logn_scale, self.spec.logit.start)
-        if self.attn_gate is not None and self.projected_gate is not None and self.projected_gate.starts_at_zero:
+        if self.attn_gate is not None and (gate := self.spec.projected_gate) and gate.starts_at_zero:
             nn.init.zeros_(self.attn_gate.weight)
         if self.gate_scale is not None:
             nn.init.constant_(self.gate_scale, LEARNED_GATE)

@@ -268,6 +268,11 @@ class AttentionSpec:
             allowed = ["learned", *GATES]
             raise UserError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
 
+    @property
+    def projected_gate(self) -> Gate | None:
+        """The gate where it is one of W_g x; None where there is none, or one that does not read x."""
+        return GATES.get(self.gate) if isinstance(self.gate, str) else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_dict` is its inverse."""
         affine = None if self.affine is None else dataclasses.asdict(self.affine)

@@ -115,7 +115,7 @@ class AffineAttnConfig(LlamaConfig):
         styles = {
             "q_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
             "k_norm": "replicated_with_grad_allreduce" if self.qk_norm else None,
-            "attn_gate": "colwise" if any(spec.gate in list(GATES) for spec in specs) else None,
+            "attn_gate": "colwise" if any(spec.projected_gate for spec in specs) else None,
             "alpha": "affine_attn_alpha" if any(spec.affine for spec in specs) else None,
         }
         plan = {f"layers.*.self_attn.{name}": style for name, style in styles.items()}

@@ -179,11 +179,7 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
                 init.normal_(module.sinks, std=std)
             if module.logn_scale is not None and isinstance(module.spec.logit, LogN):
                 init.constant_(module.logn_scale, module.spec.logit.start)
-            if (
-                module.attn_gate is not None
-                and module.projected_gate is not None
-                and module.projected_gate.starts_at_zero
-            ):
+            if module.attn_gate is not None and (gate := module.spec.projected_gate) and gate.starts_at_zero:
                 init.zeros_(module.attn_gate.weight)
             if module.gate_scale is not None:
                 init.constant_(module.gate_scale, LEARNED_GATE)
