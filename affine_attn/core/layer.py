@@ -11,7 +11,7 @@ from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope, rotate
-from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, Gate, LogN, check_counts
+from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, LogN, check_counts
 from affine_attn.core.variants import variant
 
 
