@@ -206,11 +206,17 @@ def transformers_mask(
 def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
     """Raise for a keyword argument of an attention layer that is not known to leave its values as they are."""
     for name, value in named.items():
-        if name in _PACKING and value is not None and mask.documents is None and value.shape[-1] > 2:
-            raise UserError(f"attn_implementation={NAME!r} packs by position_ids that restart, got {name} without them")
-        if name == "is_causal" and value is False:
-            raise UserError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
-        if name not in (*_HARMLESS, *_PACKING, "is_causal") and value is not None and value is not False:
+        if name in _HARMLESS or value is None:
+            continue
+        if name in _PACKING:
+            if mask.documents is None and value.shape[-1] > 2:
+                raise UserError(
+                    f"attn_implementation={NAME!r} packs by position_ids that restart, got {name} without them"
+                )
+        elif name == "is_causal":
+            if value is False:
+                raise UserError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
+        elif value is not False:
             raise UserError(f"attn_implementation={NAME!r} has no {name}, with which this model calls its attention")
 
 
