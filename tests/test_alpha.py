@@ -206,8 +206,9 @@ def test_a_function_of_ones_own_may_be_what_asks_for_the_recomputation(use_reent
     assert layer.alpha._count.tolist() == [10] * HEADS
 
 
+@pytest.mark.parametrize("tracked", [True, False], ids=["tracked", "by_hand"])
 @_each_kind("use_reentrant")
-def test_steps_inside_of_the_backward_commit_after_it(use_reentrant):
+def test_steps_inside_of_the_backward_commit_after_it(use_reentrant, tracked):
     """An optimizer for each parameter, that steps as soon as its gradient is there: earlier layers are recomputed only
     then, and must see the average of their forward."""
     torch.manual_seed(0)
@@ -220,7 +221,10 @@ def test_steps_inside_of_the_backward_commit_after_it(use_reentrant):
         expected = torch.stack([layer.alpha.alpha_ma for layer in model])
         for p in model.parameters():
             optimizer = torch.optim.SGD([p], lr=0.0)
-            track_alpha(model, optimizer)
+            if tracked:
+                track_alpha(model, optimizer)
+            else:
+                optimizer.register_step_post_hook(lambda *_, model=model: commit_alpha(model))
             p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
         y = x
         for layer in model:

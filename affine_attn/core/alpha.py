@@ -231,13 +231,23 @@ def alpha_gates(model: nn.Module) -> list[AlphaGate]:
     return [module for module in model.modules() if isinstance(module, AlphaGate)]
 
 
-@torch.no_grad()
 def commit_alpha(model: nn.Module, group: dist.ProcessGroup | None = None, found_inf: Tensor | None = None) -> None:
     """alpha_ma <- momentum * alpha_ma + (1 - momentum) * mean of alpha since the last commit, in every layer.
 
     Under torch.distributed the means are taken over all ranks of ``group``, in one all-reduce for all layers.
     found_inf: not 0 where the step was left out, on any rank: what was counted then stays for the next commit.
+    Called inside of a backward it waits for its end: layers that are yet to be recomputed must see the average of their
+    forward.
     """
+    commit = functools.partial(_commit, model, group, found_inf)
+    if torch._C._current_graph_task_id() == -1:
+        commit()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(commit)
+
+
+@torch.no_grad()
+def _commit(model: nn.Module, group: dist.ProcessGroup | None, found_inf: Tensor | None) -> None:
     gates = alpha_gates(model)
     if not gates:
         return
@@ -291,11 +301,6 @@ def track_alpha(model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.
 
     def after_step(optimizer: torch.optim.Optimizer, *_) -> None:
         # How a GradScaler tells a fused optimizer to leave the step out; others it does not call then.
-        commit = functools.partial(commit_alpha, model, group, getattr(optimizer, "found_inf", None))
-        if torch._C._current_graph_task_id() == -1:
-            commit()
-        else:
-            # A step inside of a backward: layers that are yet to be recomputed must see the average of their forward.
-            torch.autograd.Variable._execution_engine.queue_callback(commit)
+        commit_alpha(model, group, getattr(optimizer, "found_inf", None))
 
     optimizer.register_step_post_hook(after_step)
