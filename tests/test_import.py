@@ -18,7 +18,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 # here. In short: spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
-    {"__version__", "errors", "json_files", "core.spec", "core.rope", "core.kernels", "commit", "measure"},
+    {"__version__", "errors", "files", "json_files", "core.spec", "core.rope", "core.kernels", "commit", "measure"},
     {"core.gpu", "core.masks", "core.variants"},
     {"core.call"},
     {"core.reference", "core.ops", "core.visible_sums"},
