@@ -35,7 +35,7 @@ def _loss(run: Run) -> float | None:
     return run.valid.get("kd")
 
 
-def _log_variance(run: Run) -> float | None:
+def log_variance(run: Run) -> float | None:
     found = run.result and run.result["gradients"]
     return math.log(found["variance"]) if found and found["variance"] else None
 
@@ -61,7 +61,7 @@ CLAIMS = (
     Claim("loss", "affine_gated", "gated", "0.00 (1B), -0.02 (3B)", _loss, "kd_difference"),
     Claim(
         "variance of gradient norms", "affine", "softmax", "x 0.79 (0.5B), x 0.74 (1B)",
-        _log_variance, "log_variance_difference", is_ratio=True,
+        log_variance, "log_variance_difference", is_ratio=True,
     ),
     Claim(
         "coefficient of variation", "affine", "softmax", "-0.10 (0.5B), -0.17 (1B)", _variation, "cv_difference"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from affine_attn.distill.gradients import STEPS
 from affine_attn.files import written
+from experiments.grid import PAPER_RATE
 from experiments.runs import Run
 from experiments.tables import by_setting, table_d
 
@@ -136,6 +137,8 @@ def _rates(path: Path, runs: Sequence[Run]) -> Path:
             below = [mean - min(values) for mean, (_, values) in zip(means, found, strict=True)]
             above = [max(values) - mean for mean, (_, values) in zip(means, found, strict=True)]
             axis.errorbar([rate for rate, _ in found], means, (below, above), label=variant, marker=".", **line)
+        axis.axvline(PAPER_RATE, color="0.6", linewidth=1, linestyle=":")
+        axis.text(PAPER_RATE, 0.02, " the paper's rate", transform=axis.get_xaxis_transform(), fontsize=8, color="0.4")
         rates = sorted({rate for _, rate in at})
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()

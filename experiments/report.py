@@ -11,7 +11,7 @@ from typing import Any
 
 from affine_attn.files import write_text
 from benchmarks.readme import rewrite
-from experiments import claims, contrasts, figures, grid, page, tables
+from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, tables
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
@@ -53,7 +53,9 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     ]
     shown = summaries | {"table_d": narrow, "zero_shot": tables.zero_shot(of_a)}
     shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
-    shown |= {"variances": contrasts.variances(runs), "leads": tables.leads(of_a), "spread": tables.spread(of_a)}
+    shown |= {"variances": contrasts.variances(runs), "leads": details.leads(of_a), "spread": details.spread(of_a)}
+    shown |= {"steadiness": details.steadiness(of_a), "headlines": headlines.rows(of_a)}
+    shown |= {"larger": larger.cost(), "resolution": larger.resolution(of_a)}
     del shown["controls"]
     parts = {name: markdown(rows) or _NOT_RUN for name, rows in shown.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
@@ -61,6 +63,8 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     parts |= {f"control_{n}": _control(compared, n) for n in sorted({row["control"] for row in compared})}
     parts["runs"] = cost(runs)
     parts["reproduction"] = _short(summaries, floor)
+    said = [f"- {sentence}" for sentence in headlines.summary(runs)]
+    parts["summary"], parts["six_lines"] = ("\n".join(lines) or _NOT_RUN for lines in (said, said[:6]))
     for document in documents:
         text = document.read_text()
         yield _rewritten(document, text, {name: parts[name] for name in _MARK.findall(text)})

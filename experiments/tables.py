@@ -1,7 +1,6 @@
 """Tables A to D and the noise floor, from run folders. Each is a list of rows: one per run, or one per setting."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from experiments.grid import COMMON_RATE, CONTROLS, PAPER_RATE
 from experiments.runs import Run
 
 Row = dict[str, Any]
-BASELINE, LEADER = "softmax", "affine"
+BASELINE = "softmax"
 STEADINESS = f"gradient variance at {PAPER_RATE:g}, of {BASELINE}'s"
 SEVERAL_SEEDS = 3
 # A run that stayed finite has diverged too if its loss, over so many steps, ends so far above the lowest it had.
@@ -61,56 +60,6 @@ def short(of_a: Sequence[Row], of_b: Sequence[Row]) -> list[Row]:
             kept |= {STEADINESS + end: steadiness[f"ratio{end}"] for end in ends}
             rows.append(kept)
     return sorted(rows, key=lambda row: (row["variant"] != BASELINE, row["kd_loss"]))
-
-
-def spread(runs: Sequence[Run]) -> list[Row]:
-    """Standard deviation of the final loss over seeds, by variant and learning rate."""
-    at = by_setting(runs, lambda run: run.valid.get("kd"))
-    rows: dict[str, Row] = {}
-    for (variant, rate), values in sorted(at.items(), key=lambda entry: entry[0][1]):
-        if len(values) >= SEVERAL_SEEDS:
-            rows.setdefault(variant, {"variant": variant})[f"at {rate:g}"] = statistics.stdev(values.values())
-    return [rows[variant] for variant in dict.fromkeys(variant for variant, _ in at) if variant in rows]
-
-
-def leads(runs: Sequence[Run]) -> list[Row]:
-    """Affine's training loss less softmax's at equal seed, at five times of training, and the step from which it keeps
-    the sign of the end; also of each at its own best rate."""
-    at = by_setting(runs, lambda run: run.valid.get("kd"))
-    if not {BASELINE, LEADER} <= {variant for variant, _ in at}:
-        return []
-    found = {(run.variant, run.rate, run.seed): run for run in runs if run.variant in (BASELINE, LEADER)}
-    pairs = {f"{rate:g}": (rate, rate) for rate in sorted({rate for variant, rate in at if variant == LEADER})}
-    pairs["own best"] = best_rate(LEADER, at), best_rate(BASELINE, at)
-    rows = []
-    for name, (mine, theirs) in pairs.items():
-        seeds = sorted({seed for variant, rate, seed in found if (variant, rate) == (LEADER, mine)})
-        curves = [
-            _loss_difference(found[LEADER, mine, seed], found[BASELINE, theirs, seed])
-            for seed in seeds
-            if (BASELINE, theirs, seed) in found
-        ]
-        mean = [sum(points) / len(points) for points in zip(*curves, strict=False)]
-        if not mean:
-            continue
-        row: Row = {"lr": name, "n": len(curves)}
-        row |= {f"{i * SMOOTHED_STEPS + 1} to {(i + 1) * SMOOTHED_STEPS}": mean[i] for i in _spread_out(len(mean))}
-        other = [i for i, value in enumerate(mean) if value * mean[-1] < 0]
-        rows.append(row | {"keeps its sign from step": (other[-1] + 1 if other else 0) * SMOOTHED_STEPS + 1})
-    return rows
-
-
-def _loss_difference(run: Run, baseline: Run) -> list[float]:
-    """Means over as many steps as divergence is judged by."""
-    pairs = zip(run.series()["loss"], baseline.series()["loss"], strict=False)
-    differences = [mine - theirs for mine, theirs in pairs]
-    starts = range(0, len(differences) - SMOOTHED_STEPS + 1, SMOOTHED_STEPS)
-    return [sum(differences[i : i + SMOOTHED_STEPS]) / SMOOTHED_STEPS for i in starts]
-
-
-def _spread_out(count: int) -> list[int]:
-    """Up to five places of so many, the last among them."""
-    return sorted({round((count - 1) * part / 5) for part in range(1, 6)})
 
 
 def zero_shot(runs: Sequence[Run]) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import claims, compare, figures, report, runs, tables
+from experiments import claims, compare, details, figures, report, runs, tables
 from tests.tiny_runs import a_group, tiny
 
 MARK = "python -m experiments tables"
@@ -235,7 +235,7 @@ def test_the_lead_over_training(recipe, tmp_path):
     for seed in (1, 2):
         a_folder(tmp_path, recipe, "softmax", seed, 1e-3, 4.0, losses=[5.0] * 600)
         a_folder(tmp_path, recipe, "affine", seed, 1e-3, 4.1, losses=[4.5] * 350 + [5.25] * 250)
-    first, best = tables.leads(list(runs.read_runs(tmp_path)))
+    first, best = details.leads(list(runs.read_runs(tmp_path)))
     assert (first["lr"], first["n"], first["keeps its sign from step"]) == ("0.001", 2, 351)
     assert (first["101 to 150"], first["551 to 600"]) == (-0.5, 0.25)
     assert (best["lr"], best["551 to 600"]) == ("own best", 0.25)
@@ -262,3 +262,56 @@ def test_differences_are_those_of_equal_batches(recipe, tmp_path):
     assert values == pytest.approx([-0.2] * len(steps))
     # Softmax itself, and what has no softmax at its seed.
     assert set(drawn.values()) == {None}
+
+
+def test_headline_numbers_from_the_raw_series():
+    """What the page says first, once more from the files of the runs, by code that shares nothing with the tables."""
+    root, text = (
+        report.ROOT / "experiments" / "results" / "runs",
+        (report.ROOT / "docs" / "reproduction.md").read_text(),
+    )
+
+    def finals(variant: str, rate: str) -> dict[int, float]:
+        found = [json.loads(path.read_text()) for path in root.glob(f"a-*/{variant}-{rate}/result.json")]
+        return {result["seed"]: result["valid"]["kd"] for result in found}
+
+    def series(variant: str, rate: str, column: int) -> dict[int, np.ndarray]:
+        found = {}
+        for path in root.glob(f"a-*/{variant}-{rate}/metrics.csv.gz"):
+            seed = json.loads(path.with_name("config.json").read_text())["recipe"]["seed"]
+            found[seed] = np.loadtxt(path, delimiter=",", skiprows=1)[:, column]
+        return found
+
+    # The lowest loss over the seeds of each: softmax at 0.002, affine at 0.003.
+    means = {rate: np.mean(list(finals("softmax", rate).values())) for rate in ("0.001", "0.002", "0.003", "0.005")}
+    assert min(means, key=means.__getitem__) == "0.002"
+    affine, softmax = finals("affine", "0.003"), finals("softmax", "0.002")
+    lead = [affine[seed] - softmax[seed] for seed in range(1, 6)]
+    half = 2.7764451 * np.std(lead, ddof=1) / 5**0.5  # Student's t with four degrees of freedom
+    assert f"{np.mean(lead):.3g} [{np.mean(lead) - half:.3g}, {np.mean(lead) + half:.3g}]" in text
+    assert f"in {sum(difference < 0 for difference in lead)} of 5 seeds" in text
+
+    affine, softmax = series("affine", "0.001", 4), series("softmax", "0.001", 4)
+    ratios = [np.log(affine[seed][:500].var() / softmax[seed][:500].var()) for seed in range(1, 6)]
+    assert f"x {np.exp(np.mean(ratios)):.3g} [" in text
+    both, rest = (
+        np.mean([affine[seed][start:500].var() - softmax[seed][start:500].var() for seed in range(1, 6)])
+        for start in (0, 10)
+    )
+    assert f"{100 * (1 - rest / both):.0f} % of the difference are the first ten steps" in text
+
+    affine, softmax = series("affine", "0.001", 2), series("softmax", "0.001", 2)
+    gaps = np.mean([affine[seed] - softmax[seed] for seed in range(1, 6)], axis=0).reshape(-1, 50).mean(1)
+    last = max(i for i, gap in enumerate(gaps) if gap * gaps[-1] < 0)
+    assert f"{gaps[-1]:+.3g} (steps 1201 to 1250), on the other side of zero from step {50 * last + 51} on" in text
+
+
+def test_pages_are_short_and_say_the_same():
+    """A page of two minutes and appendices that can be read; the README repeats its first six lines."""
+    pages = {path.name: path.read_text() for path in report.DOCUMENTS}
+    assert all(len(text.splitlines()) <= 200 for name, text in pages.items() if name.startswith("reproduction"))
+    said = [line for line in pages["reproduction.md"].splitlines() if line.startswith("- **")]
+    start = said.index(next(line for line in said if "the paper's rate, 0.001" in line))
+    assert [line for line in pages["README.md"].splitlines() if line in said] == said[start : start + 6]
+    rows = pages["reproduction.md"].split("## Claims")[1].split("## Summary")[0].count("\n| ")
+    assert rows <= 8 + 2
