@@ -16,9 +16,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core import fused, hopper, hopper_backward
-from affine_attn.core.call import Call
+from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.engines import stock
-from affine_attn.core.ops import Gradients, Output
 from benchmarks.hopper_forward import command, plain, with_epilogue
 
 

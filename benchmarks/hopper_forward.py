@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from affine_attn import VARIANTS
 from affine_attn.core import fused, hopper
 from affine_attn.core.accuracy import Shape, random_inputs
-from affine_attn.core.call import Call, checked_call
+from affine_attn.core.call import Call, Output, checked_call
 from affine_attn.core.engines import stock
-from affine_attn.core.ops import Output
 from affine_attn.measure import side_by_side
 
 # Heads, heads of k and v, head_dim: of 0.5B, 1B and 3B.

@@ -8,8 +8,7 @@ import torch
 from affine_attn import Mask, attention, explain
 from affine_attn.core import hopper, hopper_backward
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
-from affine_attn.core.call import Call, checked_call
-from affine_attn.core.ops import Gradients, Output
+from affine_attn.core.call import Call, Gradients, Output, checked_call
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture

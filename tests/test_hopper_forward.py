@@ -9,8 +9,7 @@ import torch
 from affine_attn import attention
 from affine_attn.core import hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
-from affine_attn.core.call import checked_call
-from affine_attn.core.ops import Output
+from affine_attn.core.call import Output, checked_call
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture

@@ -3,6 +3,7 @@
 All checks of user input stand here, one sentence each: the argument, what was given, what is allowed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,25 @@ def refuse_context_parallel() -> None:
             "attention knows no context parallelism: under torch's context_parallel a rank has a part of the sequence, "
             "and would attend to that alone"
         )
+
+
+class Output(NamedTuple):
+    """What a forward returns: the result, and what its backward will be given."""
+
+    y: Tensor
+    saved_out: Tensor  # attention output after the sink; empty where y itself is that
+    saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
+    saved_sums: Tensor  # sums of tiles of v; empty where nothing needs them
+
+    @classmethod
+    def alone(cls, y: Tensor) -> "Output":
+        """Of an engine whose backward recomputes everything, or that has none."""
+        return cls(y, *(y.new_empty(0) for _ in range(3)))
+
+
+Gradients = tuple[Tensor | None, ...]
+Forward = Callable[[Call], Output]
+Backward = Callable[[Call, Tensor, Output], Gradients]
 
 
 def checked_call(

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from affine_attn.core.call import Call
-from affine_attn.core.ops import Gradients, Output
+from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.reference import row_dtype, rows_of, sink_rows
 
 # Entries of a tile of o: 2^17 fp32 entries are half a MiB, which a CPU core's own cache holds.

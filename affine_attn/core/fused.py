@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import visible_sums
-from affine_attn.core.call import Call
+from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.epilogue import AttentionBackward, PlainAttention
 from affine_attn.core.gpu import cdiv, padded
-from affine_attn.core.ops import Gradients, Output
 
 # Where the sums u of visible values come from, as in the kernels: a running sum under a causal mask, one sum for all
 # queries, a table with a row per query. 0: nowhere.

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import fused
-from affine_attn.core.call import Call
+from affine_attn.core.call import Call, Output
 from affine_attn.core.gpu import capability, cdiv, kept, multiprocessors, uploaded
-from affine_attn.core.ops import Output
 
 # Slots of the ring by head_dim: as many as shared memory holds.
 STAGES = {64: 4, 128: 2}

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import fused, hopper
-from affine_attn.core.call import Call
+from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.gpu import cdiv, multiprocessors, must_be_deterministic
-from affine_attn.core.ops import Gradients, Output
 
 # By head_dim: slots for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq comes a
 # block late, for which registers must have room.

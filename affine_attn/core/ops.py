@@ -10,38 +10,18 @@ Being opaque operators with fake implementations, engines may loop and branch on
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from affine_attn.core.call import Call, Flat
+from affine_attn.core.call import Backward, Call, Flat, Forward, Output
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
     "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, "
     "str logit, float? constant_sink"
 )
-
-
-class Output(NamedTuple):
-    """What a forward returns: the result, and what its backward will be given."""
-
-    y: Tensor
-    saved_out: Tensor  # attention output after the sink; empty where y itself is that
-    saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
-    saved_sums: Tensor  # sums of tiles of v; empty where nothing needs them
-
-    @classmethod
-    def alone(cls, y: Tensor) -> "Output":
-        """Of an engine whose backward recomputes everything, or that has none."""
-        return cls(y, *(y.new_empty(0) for _ in range(3)))
-
-
-Gradients = tuple[Tensor | None, ...]
-Forward = Callable[[Call], Output]
-Backward = Callable[[Call, Tensor, Output], Gradients]
 
 
 def on_its_device(function):

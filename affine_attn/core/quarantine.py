@@ -10,8 +10,7 @@ wrapped only if it is slow anyway (``devices``).
 import torch
 from torch import Tensor
 
-from affine_attn.core.call import Call
-from affine_attn.core.ops import Backward, Forward, Gradients, Output
+from affine_attn.core.call import Backward, Call, Forward, Gradients, Output
 from affine_attn.core.reference import isolate
 from affine_attn.core.visible_sums import sums_in_blocks
 

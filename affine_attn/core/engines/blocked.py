@@ -7,8 +7,8 @@ time. It is the engine of last resort for training and the first one for masks t
 import torch
 from torch import Tensor
 
-from affine_attn.core.call import Call
-from affine_attn.core.ops import Gradients, Output, register
+from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.ops import register
 from affine_attn.core.quarantine import quarantined, quarantined_backward
 from affine_attn.core.reference import (
     coefficients,

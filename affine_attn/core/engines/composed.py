@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import epilogue, fused, visible_sums
-from affine_attn.core.call import Call
-from affine_attn.core.ops import Gradients, Output, register
+from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.ops import register
 from affine_attn.core.quarantine import quarantined, quarantined_backward
 from affine_attn.core.reference import row_dtype
 from affine_attn.core.spec import LogN

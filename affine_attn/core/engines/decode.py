@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import fused
-from affine_attn.core.call import Call
+from affine_attn.core.call import Call, Output
 from affine_attn.core.engines.composed import row_scaled
 from affine_attn.core.gpu import capability, cdiv, multiprocessors, padded
-from affine_attn.core.ops import Output, register_inference
+from affine_attn.core.ops import register_inference
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
 
 DESCRIPTION = "one pass over the cache, split over keys; inference only"
