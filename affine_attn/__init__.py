@@ -4,13 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from affine_attn.api import attention, attention_stats, explain
     from affine_attn.core.alpha import AlphaGate, commit_alpha, track_alpha
-    from affine_attn.core.dispatch import attention, explain
     from affine_attn.core.layer import AttentionLayer
     from affine_attn.core.masks import Mask
     from affine_attn.core.rope import Rope
     from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
-    from affine_attn.core.stats import AttentionStats, attention_stats
+    from affine_attn.core.stats import AttentionStats
     from affine_attn.core.variants import VARIANTS, variant
 
 __version__ = "0.1.0"
@@ -37,12 +37,12 @@ __all__ = [
 
 _MODULES = {
     "core.alpha": ("AlphaGate", "commit_alpha", "track_alpha"),
-    "core.dispatch": ("attention", "explain"),
+    "api": ("attention", "attention_stats", "explain"),
     "core.layer": ("AttentionLayer",),
     "core.masks": ("Mask",),
     "core.rope": ("Rope",),
     "core.spec": ("Affine", "Alibi", "AttentionSpec", "LogN", "ScaleInvariant"),
-    "core.stats": ("AttentionStats", "attention_stats"),
+    "core.stats": ("AttentionStats",),
     "core.variants": ("VARIANTS", "variant"),
 }
 

@@ -9,9 +9,10 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from affine_attn.api import attention
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.dispatch import ENGINES, attention, choose
+from affine_attn.core.engines.plan import ENGINES, choose
 from affine_attn.core.variants import VARIANTS
 from affine_attn.measure import side_by_side
 

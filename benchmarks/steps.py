@@ -17,7 +17,7 @@ from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.core import epilogue, fused, hopper, hopper_backward
 from affine_attn.core.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
-from affine_attn.core.dispatch import choose
+from affine_attn.core.engines.plan import choose
 from benchmarks.cases import Case
 
 # Enough data between two uses of the same tensor that no cache holds it: five times the L2 of an H200.

@@ -23,6 +23,7 @@ from affine_attn import (
 )
 from affine_attn.core.dispatch import ENGINES
 from affine_attn.core.spec import ACTIVATIONS
+from affine_attn.core.engines.plan import ENGINES
 
 B, H, KV, T, D = 2, 4, 2, 5, 8
 Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)

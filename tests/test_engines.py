@@ -14,8 +14,8 @@ from affine_attn.core import call as call_module
 from affine_attn.core import epilogue, fused, hopper
 from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.dispatch import ENGINES
 from affine_attn.core.engines import flex
+from affine_attn.core.engines.plan import ENGINES
 from affine_attn.core.gpu import kept
 from affine_attn.core.ops import on_its_device
 from affine_attn.core.visible_sums import sums_in_blocks, sums_in_blocks_backward

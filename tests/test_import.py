@@ -15,17 +15,19 @@ PACKAGE = Path(affine_attn.__file__).parent
 HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets", "lm_eval", "typer")
 
 # From the bottom up: a file may import from its own layer and from layers earlier in this list. A new file gets a place
-# here. In short: spec <- reference, masks, epilogue <- engines <- dispatch <- layer <- models
+# here. In short: spec <- reference, masks, epilogue <- engines <- api <- layer <- models
 # <- distill <- evaluate <- analyze <- report <- cli.
 LAYERS = [
     {"__version__", "errors", "files", "json_files", "core.spec", "core.rope", "core.kernels", "commit", "measure"},
     {"core.gpu", "core.masks", "core.variants"},
     {"core.call"},
-    {"core.reference", "core.ops", "core.visible_sums"},
-    {"core.epilogue", "core.fused", "core.hopper", "core.hopper_backward", "core.quarantine"},
+    {"core.stages", "core.blocks", "core.ops"},
+    {"core.visible_sums", "core.nonfinite"},
+    {"core.reference", "core.stats"},
+    {"core.epilogue", "core.fused", "core.hopper", "core.hopper_backward"},
     {"core.engines"},
-    {"core.dispatch"},
-    {"core.alpha", "core.layer", "core.stats", "core.accuracy"},
+    {"api"},
+    {"core.alpha", "core.layer", "core.accuracy"},
     {"check"},
     {"models"},
     {"distill"},
@@ -76,7 +78,7 @@ def test_imports_point_down(module):
 
 def test_the_table_would_catch_an_upward_import(tmp_path):
     file = tmp_path / "spec.py"
-    file.write_text("def f():\n    from affine_attn.core.dispatch import attention\n")
+    file.write_text("def f():\n    from affine_attn.api import attention\n")
     (imported,) = _imports(file)
     assert RANK[_layer(imported)] > RANK["core.spec"]
 

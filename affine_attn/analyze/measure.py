@@ -10,6 +10,7 @@ from torch import Tensor
 
 from affine_attn.analyze.accumulate import Correlation, Histogram
 from affine_attn.analyze.weights import signed_statistics, window_weights
+from affine_attn.api import attention_stats
 from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.call import checked_call
 from affine_attn.core.layer import AttentionLayer, observe

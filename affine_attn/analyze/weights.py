@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.reference import probabilities, row_dtype, rows_of, scores, sink_rows, weights
+from affine_attn.core.stages import probabilities, row_dtype, rows_of, scores, sink_rows, weights
 
 
 class SignedStatistics(NamedTuple):

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.api import attention
 from affine_attn.core import reference
 from affine_attn.core.call import checked_call
-from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import AttentionSpec
+from affine_attn.core.spec import GATES, AttentionSpec
+from affine_attn.core.stages import grouped_matmul, scores
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def random_inputs(
     for name in ("k", "v"):
         tensors[name] = randn(s.batch, s.kv_heads, s.tk, s.head_dim)
     if largest_logit is not None:
-        logits = reference.grouped_matmul(tensors["q"], tensors["k"].mT) * s.head_dim**-0.5
+        logits = grouped_matmul(tensors["q"], tensors["k"].mT) * s.head_dim**-0.5
         tensors["q"] *= largest_logit / logits.abs().max()
     fp32 = {}
     if spec.sink == "learned":
@@ -127,10 +128,10 @@ def _rounding(exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask
     call = checked_call(**exact_inputs, mask=mask, scale=scale)
     everything = slice(0, call.tq), slice(0, call.tk)
     visible = call.visible(*everything)
-    s = reference.scores(call, call.k, visible, *everything)
+    s = scores(call, call.k, visible, *everything)
     if not s.numel():
         return 2 * torch.finfo(dtype).eps
-    dw = reference.grouped_matmul(dy, call.v.mT)
+    dw = grouped_matmul(dy, call.v.mT)
     largest = sum(float(torch.where(visible, x, 0.0).abs().max()) for x in (s, dw))
     rows = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return 2 * torch.finfo(dtype).eps + rows * largest

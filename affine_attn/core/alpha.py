@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import own_precision
 from affine_attn.core.spec import ACTIVATIONS, Affine, check_counts
+from affine_attn.core.stages import own_precision
 
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.

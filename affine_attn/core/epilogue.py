@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.reference import row_dtype, rows_of, sink_rows
+from affine_attn.core.stages import row_dtype, rows_of, sink_rows
 
 # Entries of a tile of o: 2^17 fp32 entries are half a MiB, which a CPU core's own cache holds.
 _TILE_ENTRIES = 2**17

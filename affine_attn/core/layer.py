@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from affine_attn.api import attention
 from affine_attn.core.alpha import AlphaGate
-from affine_attn.core.dispatch import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.rope import Rope, rotate
 from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, LogN, check_counts

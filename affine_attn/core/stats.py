@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.core.call import Call, checked_call
-from affine_attn.core.engines import triton
-from affine_attn.core.masks import Mask
-from affine_attn.core.reference import probabilities, row_dtype, scores, sink_rows
-from affine_attn.core.spec import Logit
+from affine_attn.core.blocks import ScoreStatistics
+from affine_attn.core.call import Call
+from affine_attn.core.stages import sink_rows
 
 
 class AttentionStats(NamedTuple):
@@ -28,27 +26,9 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor  # [B, H]
 
 
-@torch.no_grad()
-def attention_stats(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask = Mask(),
-    scale: float | None = None,
-    logit: Logit | None = None,
-    sink: Tensor | float | None = None,
-    alpha: Tensor | None = None,
-    beta: Tensor | None = None,
-) -> AttentionStats:
-    """Statistics of the weights that :func:`attention` would use for the same arguments, which mean the same here.
-
-    q [B, H, Tq, D], k [B, Hkv, Tk, D]. Values and gate are not asked for: they do not change the weights.
-    """
-    call = checked_call(q, k, k, mask, scale, logit, sink, alpha, beta)
-    first_key = mask.first(call.tq, call.tk, q.device)
-    if triton.why_not_statistics(call) is None:
-        rows = triton.score_statistics(call, first_key[:, 0].expand(q.shape[0], call.tq))
-    else:
-        rows = _score_statistics(call, first_key)
+def attention_statistics(call: Call, rows: ScoreStatistics) -> AttentionStats:
+    """Return what follows from the row statistics of the scores by algebra."""
+    alpha, beta = call.alpha, call.beta
     z, count = rows.lse, call.count()
     seen = count > 0
     # On a GPU every operation is a launch, as long as some of the kernel's time: only those that a call needs.
@@ -64,34 +44,12 @@ def attention_stats(
         first, row_sum = alpha * first, alpha * kept
     if beta is not None:
         first, row_sum = first + beta, row_sum + count * beta.to(z.dtype)
-    pairs = count.expand(q.shape[0], 1, call.tq).sum(-1)
+    pairs = count.expand(call.q.shape[0], 1, call.tq).sum(-1)
     return AttentionStats(
         torch.where(seen, entropy, 0.0).float(),
         torch.where(seen, first, 0.0).float(),
         row_sum.float(),
         taken.float(),
         (rows.total.sum(-1, dtype=torch.float64) / pairs.clamp(min=1)).float(),
-        rows.largest.amax(-1).float() if call.tq else z.new_full(q.shape[:2], float("-inf")).float(),
+        rows.largest.amax(-1).float() if call.tq else z.new_full(call.q.shape[:2], float("-inf")).float(),
     )
-
-
-def _score_statistics(call: Call, first_key: Tensor) -> triton.ScoreStatistics:
-    """The five numbers per row from blocks of the reference's scores."""
-    like = torch.zeros_like(call.q[..., 0], dtype=row_dtype(call.q), memory_format=torch.contiguous_format)
-    nothing = torch.full_like(like, float("-inf"))
-    found = triton.ScoreStatistics(nothing, like, nothing.clone(), like.clone(), nothing.clone())
-    for rows, keys in call.blocks():
-        if keys.stop == keys.start:
-            continue
-        visible = call.visible(rows, keys)
-        s = scores(call, call.k, visible, rows, keys)
-        p, _ = probabilities(s, None)
-        visible_scores = torch.where(visible, s, 0.0)
-        found.lse[:, :, rows] = s.logsumexp(-1)
-        found.mean[:, :, rows] = (p * visible_scores).sum(-1)
-        found.largest[:, :, rows] = s.amax(-1)
-        found.total[:, :, rows] = visible_scores.sum(-1)
-        at = (first_key[..., rows] - keys.start).expand(*s.shape[:3])[..., None]
-        first = s.gather(-1, at.clamp(min=0))
-        found.first[:, :, rows] = torch.where(at >= 0, first, float("-inf"))[..., 0]
-    return found

@@ -2,7 +2,7 @@
 
 The two are a product with the 0/1 mask and with its transpose, so one kernel does both with queries and keys in each
 other's place. It reads whole tiles as their totals and multiplies only where a tile is cut: long windows and documents
-cost a pass over the tensor and no more. ``sums_in_blocks`` is the same in torch, for flex and for the quarantine.
+cost a pass over the tensor and no more. core/blocks.py has the same in torch, for flex and non-finite values.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 from affine_attn.core.call import Call
 from affine_attn.core.gpu import cdiv, padded
 from affine_attn.core.masks import document_bounds, run_bounds
-from affine_attn.core.reference import own_precision
 
 # (rows, sources, warps) of a tile, by padded head_dim; fp32 has its products on the plain cores.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 8), 128: (64, 64, 8), 256: (64, 32, 8)}
@@ -98,21 +97,3 @@ def _run(plan: Launches) -> None:
 
 def _strides(x: Tensor, name: str) -> dict[str, int]:
     return {f"stride_{name}{axis}": x.stride(n) for n, axis in enumerate("bht")}
-
-
-def sums_in_blocks(x: Tensor, call: Call) -> Tensor:
-    """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D]; in torch, in blocks of rows."""
-    total = x.new_zeros(*x.shape[:2], call.tq, x.shape[3])
-    with own_precision(x):
-        for rows, keys in call.blocks():
-            total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
-    return total
-
-
-def sums_in_blocks_backward(dtotal: Tensor, call: Call) -> Tensor:
-    """The transpose of :func:`sums_in_blocks`."""
-    dx = dtotal.new_zeros(*dtotal.shape[:2], call.tk, dtotal.shape[3])
-    with own_precision(dtotal):
-        for rows, keys in call.blocks():
-            dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
-    return dx

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from affine_attn.api import attention
 from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.dispatch import attention

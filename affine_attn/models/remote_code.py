@@ -13,15 +13,15 @@ from types import ModuleType
 from transformers import PreTrainedModel
 
 from affine_attn import errors
-from affine_attn.core import alpha, call, layer, masks, reference, rope, spec, variants
+from affine_attn.core import alpha, blocks, call, layer, masks, nonfinite, reference, rope, spec, stages, variants
 from affine_attn.errors import UserError
 from affine_attn.files import write_text
 from affine_attn.models import configuration, interface, modeling, parallel, streaming
 
 MODULE = "modeling_affine_attn"
-_BEFORE_ATTENTION = (errors, spec, rope, masks, variants, call, reference)
+_BEFORE_ATTENTION = (errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
 _AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
-# dispatch.py without its engines.
+# api.py without the engines.
 _ATTENTION = '''
 def attention(*arguments, impl: str = "reference", **named) -> Tensor:
     """The dense reference; the package affine-attn runs the same on fast kernels."""

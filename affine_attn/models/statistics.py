@@ -11,6 +11,7 @@ from torch import Tensor
 from affine_attn.core.layer import AttentionLayer, observe
 from affine_attn.core.stats import AttentionStats, attention_stats
 from affine_attn.errors import UserError
+from affine_attn.api import attention_stats
 
 _ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
 

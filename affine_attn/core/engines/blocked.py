@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.nonfinite import guarded, guarded_backward
 from affine_attn.core.ops import register
-from affine_attn.core.quarantine import quarantined, quarantined_backward
-from affine_attn.core.reference import (
+from affine_attn.core.stages import (
     coefficients,
     grouped_matmul,
     own_precision,
@@ -100,4 +100,4 @@ def fake(call: Call) -> Output:
 
 
 _LOOK_ON = ("cpu", "cuda")
-run = register("blocked", quarantined(forward, _LOOK_ON), quarantined_backward(forward, backward, _LOOK_ON), fake)
+run = register("blocked", guarded(forward, _LOOK_ON), guarded_backward(forward, backward, _LOOK_ON), fake)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from affine_attn.core import epilogue, fused, visible_sums
 from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.nonfinite import guarded, guarded_backward
 from affine_attn.core.ops import register
-from affine_attn.core.quarantine import quarantined, quarantined_backward
-from affine_attn.core.reference import row_dtype
 from affine_attn.core.spec import LogN
+from affine_attn.core.stages import row_dtype
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
 # (call, do, out, lse) -> dq, dk, dv
@@ -66,7 +66,7 @@ def compose(
         is_plain = call.alpha is None and call.beta is None and call.gate is None
         return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).new_saved_sums(call))
 
-    return register(name, quarantined(forward, look_on), quarantined_backward(forward, backward, look_on), fake)
+    return register(name, guarded(forward, look_on), guarded_backward(forward, backward, look_on), fake)
 
 
 def why_not_beta(call: Call) -> str | None:

@@ -16,12 +16,12 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import Call
 from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
 from affine_attn.core.ops import is_traced
-from affine_attn.core.reference import own_precision, row_dtype
-from affine_attn.core.visible_sums import sums_in_blocks, sums_in_blocks_backward
+from affine_attn.core.stages import own_precision, row_dtype
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 

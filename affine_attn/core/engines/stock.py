@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.gpu import capability, cdiv, must_be_deterministic
-from affine_attn.core.reference import row_dtype
+from affine_attn.core.stages import row_dtype
 
 aten = torch.ops.aten
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core import fused
+from affine_attn.core.blocks import ScoreStatistics
 from affine_attn.core.call import Call
 from affine_attn.core.engines.composed import compose, why_not_beta
 from affine_attn.core.gpu import cdiv, kept, padded, uploaded
@@ -256,19 +257,10 @@ def _attend_backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[
 run = compose("triton", _attend, _attend_backward, look_on=())
 
 
-class ScoreStatistics(NamedTuple):
-    """fp32 [B, H, Tq] each; a row without visible keys has (-inf, 0, -inf, 0, -inf)."""
-
-    lse: Tensor
-    mean: Tensor  # weighted by the softmax: entropy = lse - mean
-    largest: Tensor
-    total: Tensor
-    first: Tensor  # score of the row's first visible key
-
-
 @on_its_device
 def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
-    """Statistics of the scores in one pass over q and k; first_key int [B, Tq], -1 = none."""
+    """Return the row statistics of the scores in one pass over q and k, fp32; first_key as in core/blocks.py."""
+    first_key = first_key[:, 0].expand(call.q.shape[0], call.tq)
     launch, config = Launch(call), _config("statistics", call.q)
     q, k = call.q, call.k
     results = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in ScoreStatistics._fields]

@@ -1,16 +1,13 @@
-"""``attention(...)`` and ``explain(...)``: the first engine without a reason to refuse runs the call."""
+"""Who runs a call: the first engine without a reason to refuse."""
 
 from types import ModuleType
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from affine_attn.core import fused, hopper, hopper_backward, reference
-from affine_attn.core.call import Call, checked_call
+from affine_attn.core.call import Call
 from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
-from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit
 
 # An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
 ENGINES: dict[str, ModuleType] = {
@@ -23,50 +20,8 @@ ENGINES: dict[str, ModuleType] = {
 }
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask = Mask(),
-    scale: float | None = None,
-    logit: Logit | None = None,
-    sink: Tensor | float | None = None,
-    alpha: Tensor | None = None,
-    beta: Tensor | None = None,
-    gate: Tensor | None = None,
-    impl: str = "auto",
-) -> Tensor:
-    """y = gate * ((alpha * softmax_with_sink(logit(scale q k^T)) + beta) v), [B, H, Tq, D].
-
-    q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D]. Queries are the last Tq of the Tk positions; query head h reads kv head
-        h // (H / Hkv). All three share a dtype; sink, alpha, beta and gate have that or fp32.
-    mask: causal by default, see :class:`Mask`.
-    scale: of q k^T, 1/sqrt(D) by default.
-    logit: None (plain), ``ScaleInvariant()``, ``LogN()``, ``Alibi()`` or a :class:`Logit` of your own.
-    sink: None, a number, [H] or [B, H, Tq]; exp(sink) joins the denominator of the softmax.
-    alpha, beta: [B, H, Tq], None for 1 and 0; beta is added on visible keys only.
-    gate: [B, H, Tq, D or 1], None for 1.
-    impl: "auto", or an engine by name, which raises with its reason where it cannot run the call.
-    """
-    call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)
-    return ENGINES[choose(call, impl)].run(call)
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask = Mask(),
-    scale: float | None = None,
-    logit: Logit | None = None,
-    sink: Tensor | float | None = None,
-    alpha: Tensor | None = None,
-    beta: Tensor | None = None,
-    gate: Tensor | None = None,
-    impl: str = "auto",
-) -> str:
-    """Which engine :func:`attention` would take for these arguments, and why each other one would not run."""
-    call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)
+def explanation(call: Call, impl: str = "auto") -> str:
+    """Return a line for each engine: that it runs the call, or why it does not."""
     chosen = choose(call, impl)
     lines = []
     for name, engine in ENGINES.items():

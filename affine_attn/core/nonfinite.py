@@ -1,0 +1,123 @@
+"""Keeps a NaN or inf away from rows that cannot see it, and shows it in those that do.
+
+Kernels multiply masked tiles by zero weights, and 0 * inf is NaN: one bad future value would spoil the rows before it.
+And on the CPU the stock kernel takes some rows without a largest score for rows without keys: a NaN query gives 0.
+These wrappers look for non-finite entries, run the engine on zeroed copies, and put NaN exactly where a row has or
+sees a bad one. Looking needs the values on the host: on CUDA, where that would stall the stream, an engine is
+wrapped only if it is slow anyway (``devices``).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from affine_attn.core.blocks import sums_in_blocks
+from affine_attn.core.call import Backward, Call, Forward, Gradients, Output
+
+
+def guarded(forward: Forward, devices: tuple[str, ...]) -> Forward:
+    def run(call: Call) -> Output:
+        if call.q.device.type not in devices or _finite(call):
+            return forward(call)
+        clean, poisoned = _clean(call)
+        output = forward(clean)
+        return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
+
+    return run
+
+
+def guarded_backward(forward: Forward, backward: Backward, devices: tuple[str, ...]) -> Backward:
+    def run(call: Call, dy: Tensor, output: Output) -> Gradients:
+        if call.q.device.type not in devices or _finite(call):
+            return backward(call, dy, output)
+        clean, poisoned = _clean(call)
+        # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
+        gradients = backward(clean, dy, forward(clean))
+        if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
+            return gradients
+        # The loss reads a NaN.
+        return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
+
+    return run
+
+
+def _finite(call: Call) -> bool:
+    # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path). Not in
+    # float64: torch would first copy all keys and values, at several times the cost of decoding with them.
+    dtype = torch.promote_types(call.k.dtype, torch.float32)
+    return bool(torch.isfinite(call.q.sum(dtype=dtype) + call.k.sum(dtype=dtype) + call.v.sum(dtype=dtype)))
+
+
+def _clean(call: Call) -> tuple[Call, Tensor]:
+    return isolate(call, call.count() > 0, lambda bad: sums_in_blocks(bad, call))
+
+
+def isolate(call: Call, sees_any: Tensor, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Call, Tensor]:
+    """The call with non-finite entries zeroed, and what must be NaN because of one, bool [B, H, Tq, D].
+
+    That is what sees one, or is of a query that has one and sees any key (sees_any, bool [B or 1, 1, Tq]). A plain
+    product would spread an inf to rows that cannot see it, and from a query to keys that it cannot see: 0 * inf is NaN.
+    """
+    bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (call.q, call.k))
+    bad_v = ~call.v.isfinite()
+    seen = visible_sum((bad_k | bad_v).float()) > 0
+    poisoned = seen.repeat_interleave(call.heads // call.k.shape[1], dim=1) | (bad_q & sees_any[..., None])
+    q, k, v = _Zeroed.apply(call.q, bad_q), call.k.masked_fill(bad_k, 0.0), call.v.masked_fill(bad_v, 0.0)
+    return replace(call, q=q, k=k, v=v), poisoned
+
+
+def poison(y: Tensor, poisoned: Tensor) -> Tensor:
+    """Return y with NaN where ``poisoned``; differentiable."""
+    return _Poison.apply(y, poisoned)
+
+
+class _Poison(torch.autograd.Function):
+    """NaN where a row sees a bad entry; a loss that reads one of these gets NaN gradients, any other none of them."""
+
+    # So that torch.func takes it, for gradients of single samples say.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, poisoned: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return y.masked_fill(poisoned, float("nan"))
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    # torch declares *grad_outputs and documents naming them, as here.
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (poisoned,) = ctx.saved_tensors
+        return dy.masked_fill(poisoned & (dy != 0), float("nan")), None
+
+    @staticmethod
+    def jvp(ctx, dy: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (poisoned,) = ctx.saved_tensors
+        return dy.masked_fill(poisoned, float("nan"))
+
+
+class _Zeroed(torch.autograd.Function):
+    """x with zeros at the bad entries, and the gradient of what it became: NaN where a loss reads one of them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.masked_fill(bad, 0.0)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    # torch declares *grad_outputs and documents naming them, as here.
+    @staticmethod
+    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx, None
+
+    @staticmethod
+    def jvp(ctx, dx: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx.clone()
