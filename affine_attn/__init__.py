@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from affine_attn.api import attention, attention_stats, explain
-    from affine_attn.core.alpha import AlphaGate, commit_alpha, track_alpha
-    from affine_attn.core.layer import AttentionLayer
     from affine_attn.core.masks import Mask
-    from affine_attn.core.rope import Rope
     from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
     from affine_attn.core.stats import AttentionStats
     from affine_attn.core.variants import VARIANTS, variant
+    from affine_attn.nn.alpha import AlphaGate, commit_alpha, track_alpha
+    from affine_attn.nn.layer import AttentionLayer
+    from affine_attn.nn.rope import Rope
 
 __version__ = "0.1.0"
 
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "core.alpha": ("AlphaGate", "commit_alpha", "track_alpha"),
+    "nn.alpha": ("AlphaGate", "commit_alpha", "track_alpha"),
     "api": ("attention", "attention_stats", "explain"),
-    "core.layer": ("AttentionLayer",),
+    "nn.layer": ("AttentionLayer",),
     "core.masks": ("Mask",),
-    "core.rope": ("Rope",),
+    "nn.rope": ("Rope",),
     "core.spec": ("Affine", "Alibi", "AttentionSpec", "LogN", "ScaleInvariant"),
     "core.stats": ("AttentionStats",),
     "core.variants": ("VARIANTS", "variant"),

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from affine_attn.core.blocks import score_statistics
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines import triton
-from affine_attn.core.engines.plan import ENGINES, choose, explanation
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 from affine_attn.core.stats import AttentionStats, attention_statistics
+from affine_attn.engines import flash as triton
+from affine_attn.engines.plan import ENGINES, choose, explanation
 
 
 def attention(

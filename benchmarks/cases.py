@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from affine_attn.core.accuracy import Shape
-from affine_attn.core.gpu import capability
+from affine_attn.bench.accuracy import Shape
+from affine_attn.kernels.device import capability
 
 # Attention of the paper's students at their training length, and the 3B one at longer contexts (B, H, Hkv, Tq, Tk, D).
 TRAINING_SHAPES = {

@@ -1,4 +1,4 @@
-"""Is a case right? The tolerance rule of affine_attn/core/accuracy.py, on the device that is about to be timed."""
+"""Is a case right? The tolerance rule of affine_attn/bench/accuracy.py, on the device that is about to be timed."""
 
 import functools
 from contextlib import nullcontext
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from affine_attn import attention, attention_stats
-from affine_attn.core import hopper
-from affine_attn.core.accuracy import Shape, deviations
+from affine_attn.bench.accuracy import Shape, deviations
+from affine_attn.kernels.sm90 import forward as hopper
 from benchmarks.cases import Case
 from benchmarks.steps import Inputs, inputs_of, method_of
 

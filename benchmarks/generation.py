@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn.measure import summary
+from affine_attn.bench.timing import summary
 from affine_attn.models import AffineAttnForCausalLM, export, preset
 from benchmarks import readme, record
 

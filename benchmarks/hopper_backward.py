@@ -15,9 +15,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn.core import fused, hopper, hopper_backward
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.engines import stock
+from affine_attn.engines import aten as stock
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 from benchmarks.hopper_forward import command, plain, with_epilogue
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn import VARIANTS
-from affine_attn.core import fused, hopper
-from affine_attn.core.accuracy import Shape, random_inputs
+from affine_attn.bench.accuracy import Shape, random_inputs
+from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import Call, Output, checked_call
-from affine_attn.core.engines import stock
-from affine_attn.measure import side_by_side
+from affine_attn.engines import aten as stock
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import forward as hopper
 
 # Heads, heads of k and v, head_dim: of 0.5B, 1B and 3B.
 HEADS = ((16, 16, 64), (32, 8, 64), (24, 8, 128))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from affine_attn.bench.timing import Timing, side_by_side
 from affine_attn.distill import LossSpec, Teacher, chunked_loss
-from affine_attn.measure import Timing, side_by_side
 from benchmarks import record
 from benchmarks.record import Row
 from benchmarks.run import show

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from affine_attn.core.accuracy import Shape
+from affine_attn.bench.accuracy import Shape
 from benchmarks.cases import Case
 from benchmarks.steps import prepare
 

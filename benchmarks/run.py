@@ -18,7 +18,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn import VARIANTS
-from affine_attn.measure import Timing, side_by_side
+from affine_attn.bench.timing import Timing, side_by_side
 from benchmarks import readme, record
 from benchmarks.cases import DECODE_SHAPES, MODES, TRAINING_SHAPES, Group, groups
 from benchmarks.checks import largest_error

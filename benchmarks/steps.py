@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attn import VARIANTS, attention, attention_stats
-from affine_attn.core import epilogue, fused, hopper, hopper_backward
-from affine_attn.core.accuracy import Shape, random_inputs
+from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
-from affine_attn.core.engines.plan import choose
+from affine_attn.engines.plan import choose
+from affine_attn.kernels.epilogue import eager as epilogue
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 from benchmarks.cases import Case
 
 # Enough data between two uses of the same tensor that no cache holds it: five times the L2 of an H200.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, get_scheduler, set_seed
 
-from affine_attn.core.alpha import alpha_gates, track_alpha
-from affine_attn.core.layer import head_parameters
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
@@ -22,6 +20,8 @@ from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.statistics import columns
 from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.models.statistics import collect_statistics
+from affine_attn.nn.alpha import alpha_gates, track_alpha
+from affine_attn.nn.layer import head_parameters
 from experiments.grid import Student
 from experiments.replay import Replay
 

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoTokenizer
 
 from affine_attn.analyze.run import Request, analyze_all
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.models import AffineAttnForCausalLM, preset
+from affine_attn.nn.alpha import alpha_gates
 
 # Markup, mathtext, formats, terminal codes, quotes, half characters, letters that fonts lack, right to left.
 HOSTILE = (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, Mask, ScaleInvariant
-from affine_attn.core.accuracy import Shape
+from affine_attn.bench.accuracy import Shape
 
 # Learned sinks of six heads, of all kinds.
 SINKS = torch.tensor([-torch.inf, -8.0, 8.0, 40.0, torch.inf, 0.0])

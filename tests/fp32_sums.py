@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 
 from affine_attn import Affine, AttentionSpec, Mask
-from affine_attn.core.accuracy import Shape, random_inputs
+from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.core.call import checked_call
 
 SHAPE = Shape(2, 4, 2, 100, 133, 32)

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from affine_attn.core import hopper, hopper_backward
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -26,9 +27,9 @@ def _as_it_is(source: str) -> str:
 
 def _turn_to(monkeypatch, seed: int, forward=_as_it_is, backward=_as_it_is, rows=_as_it_is) -> None:
     # Here, not above: without the interpreter Triton is no concern of these tests.
-    from affine_attn.core.kernels import hopper_backward as backward_kernels
-    from affine_attn.core.kernels import hopper_forward as forward_kernels
-    from affine_attn.core.kernels import hopper_rows as row_kernels
+    from affine_attn.kernels.sm90 import backward_kernel as backward_kernels
+    from affine_attn.kernels.sm90 import forward_kernel as forward_kernels
+    from affine_attn.kernels.sm90 import preprocess_kernel as row_kernels
     from tests.gluon_on_cpu import Simulated
 
     kernels = {

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from affine_attn import Affine, AlphaGate, AttentionLayer, AttentionSpec, Mask, commit_alpha, track_alpha
-from affine_attn.core import alpha as alpha_module
 from affine_attn.core.spec import linear_clipping
+from affine_attn.nn import alpha as alpha_module
 
 DIM, HEADS = 8, 2
 

@@ -17,12 +17,12 @@ from affine_attn.analyze.measure import measure
 from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targets, variant_name
 from affine_attn.analyze.sequences import load_sequences
 from affine_attn.cli import app
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.models import convert, preset
 from affine_attn.models.configuration import as_spec
 from affine_attn.models.presets import at_length
 from affine_attn.models.statistics import collect_statistics
+from affine_attn.nn.alpha import alpha_gates
 from tests.analyzed import HOSTILE, models, text_file
 from tests.hf import SIZES, tiny_model
 from tests.tiny_runs import VOCAB, counting_shards

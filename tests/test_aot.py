@@ -17,20 +17,21 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
-from affine_attn.core import fused, hopper, hopper_backward, visible_sums  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
-from affine_attn.core.engines import decode  # noqa: E402
-from affine_attn.core.engines import triton as engine  # noqa: E402
-from affine_attn.core.kernels import decode as decode_kernels  # noqa: E402
-from affine_attn.core.kernels import (  # noqa: E402
-    distance_backward,
-    distance_forward,
-    epilogue,
-    hopper_forward,
-    hopper_rows,
-)
-from affine_attn.core.kernels import hopper_backward as hopper_backward_kernels  # noqa: E402
-from affine_attn.core.kernels import visible_sums as visible_sums_kernels  # noqa: E402
+from affine_attn.engines import decode  # noqa: E402
+from affine_attn.engines import flash as engine  # noqa: E402
+from affine_attn.kernels.decode import kernels as decode_kernels  # noqa: E402
+from affine_attn.kernels.epilogue import kernels as epilogue  # noqa: E402
+from affine_attn.kernels.epilogue import launch as fused  # noqa: E402
+from affine_attn.kernels.flash import backward_kernels as distance_backward  # noqa: E402
+from affine_attn.kernels.flash import forward_kernels as distance_forward  # noqa: E402
+from affine_attn.kernels.sm90 import backward as hopper_backward  # noqa: E402
+from affine_attn.kernels.sm90 import backward_kernel as hopper_backward_kernels  # noqa: E402
+from affine_attn.kernels.sm90 import forward as hopper  # noqa: E402
+from affine_attn.kernels.sm90 import forward_kernel as hopper_forward  # noqa: E402
+from affine_attn.kernels.sm90 import preprocess_kernel as hopper_rows  # noqa: E402
+from affine_attn.kernels.visible_sums import kernels as visible_sums_kernels  # noqa: E402
+from affine_attn.kernels.visible_sums import launch as visible_sums  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
 MEMORY = ("ld.global", "st.global", "cp.async.c", "cp.async.bulk")

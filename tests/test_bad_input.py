@@ -21,9 +21,8 @@ from affine_attn import (
     explain,
     variant,
 )
-from affine_attn.core.dispatch import ENGINES
 from affine_attn.core.spec import ACTIVATIONS
-from affine_attn.core.engines.plan import ENGINES
+from affine_attn.engines.plan import ENGINES
 
 B, H, KV, T, D = 2, 4, 2, 5, 8
 Q, K, V = torch.randn(B, H, T, D), torch.randn(B, KV, T, D), torch.randn(B, KV, T, D)

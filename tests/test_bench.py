@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from affine_attn import VARIANTS, attention, attention_stats, measure
-from affine_attn.core.accuracy import Shape
-from affine_attn.measure import side_by_side
+from affine_attn import VARIANTS, attention, attention_stats
+from affine_attn.bench import timing as measure
+from affine_attn.bench.accuracy import Shape
+from affine_attn.bench.timing import side_by_side
 from benchmarks import cases, checks, generation, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
@@ -125,8 +126,8 @@ def test_what_compiles_is_checked_at_the_timed_batch(monkeypatch):
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds(monkeypatch):
     times = {"a": iter([1.0, 2.0, 4.0]), "b": iter([3.0, 2.0, 8.0])}
-    monkeypatch.setattr("affine_attn.measure._warm_up", lambda *_: None)
-    monkeypatch.setattr("affine_attn.measure._run", lambda function, *_: next(times[function()]))
+    monkeypatch.setattr("affine_attn.bench.timing._warm_up", lambda *_: None)
+    monkeypatch.setattr("affine_attn.bench.timing._run", lambda function, *_: next(times[function()]))
     result = side_by_side({name: lambda name=name: name for name in times}, "a", CPU, rounds=3)
     assert result["b"].ratio == 2.0
     assert result["b"].p50 == 3.0

@@ -208,7 +208,7 @@ def test_a_wrong_argument_is_an_error_of_one_screen(arguments):
 
 
 def test_a_check_names_an_engine_and_an_error_for_every_variant(monkeypatch):
-    from affine_attn import check
+    from affine_attn.bench import check
 
     # Timing says nothing in a test; the rest of the table is real.
     monkeypatch.setattr(check, "_time_over_plain", lambda inputs, device: 1.0)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
-from affine_attn.core import fused
-from affine_attn.core.accuracy import Shape, random_inputs, value_and_gradients
+from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
+from affine_attn.kernels.epilogue import launch as fused
 from tests.cases import SPECS
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Mask, ScaleInvariant, attention
-from affine_attn.core.accuracy import Shape, random_inputs
+from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines.plan import ENGINES
+from affine_attn.engines.plan import ENGINES
 from tests.cases import SPECS
 
 DIM, T = 32, 13

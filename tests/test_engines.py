@@ -10,15 +10,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from affine_attn import Mask, attention, attention_stats
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core import call as call_module
-from affine_attn.core import epilogue, fused, hopper
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines import flex
-from affine_attn.core.engines.plan import ENGINES
-from affine_attn.core.gpu import kept
-from affine_attn.core.ops import on_its_device
-from affine_attn.core.visible_sums import sums_in_blocks, sums_in_blocks_backward
+from affine_attn.engines import flex
+from affine_attn.engines.operator import on_its_device
+from affine_attn.engines.plan import ENGINES
+from affine_attn.kernels.device import kept
+from affine_attn.kernels.epilogue import eager as epilogue
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels.visible_sums.launch import sums_in_blocks, sums_in_blocks_backward
 from tests.cases import CASES, MASKS, SINKS, SPECS, Case
 from tests.fp32_sums import assert_fp32_sums
 

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from affine_attn.core import fused
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import Affine, AttentionSpec
 from affine_attn.core.variants import variant
 from affine_attn.distill import shards
@@ -24,7 +22,9 @@ from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
+from affine_attn.kernels.epilogue import launch as fused
 from affine_attn.models import AffineAttnForCausalLM, preset
+from affine_attn.nn.alpha import alpha_gates
 from experiments import (
     carry_out,
     contrasts,

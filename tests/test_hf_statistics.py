@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from affine_attn import AttentionLayer
-from affine_attn.core.alpha import alpha_gates
-from affine_attn.core.layer import observe
 from affine_attn.models.statistics import collect_statistics
+from affine_attn.nn.alpha import alpha_gates
+from affine_attn.nn.layer import observe
 from tests.hf import SIZES, left_padded, tiny_model
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from affine_attn import Mask, attention, explain
-from affine_attn.core import hopper, hopper_backward
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Call, Gradients, Output, checked_call
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture
@@ -306,8 +307,8 @@ def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
 
 @interpreted
 def test_sizes_are_those_of_the_kernel():
-    from affine_attn.core.kernels import hopper_backward as kernels
-    from affine_attn.core.kernels import hopper_rows
+    from affine_attn.kernels.sm90 import backward_kernel as kernels
+    from affine_attn.kernels.sm90 import preprocess_kernel as hopper_rows
 
     assert (kernels.M.value, kernels.HALF.value, kernels.N.value) == (64, 64, hopper.ROWS)
     assert (hopper_backward.QUERIES, hopper_backward.HALF) == (64, 64)

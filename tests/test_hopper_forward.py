@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from affine_attn import attention
-from affine_attn.core import hopper
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Output, checked_call
+from affine_attn.kernels.sm90 import forward as hopper
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from affine_attn import Affine, Alibi, AlphaGate, LogN, Mask, ScaleInvariant, attention, attention_stats
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines.plan import ENGINES
+from affine_attn.engines.plan import ENGINES
 
 MANY = settings(max_examples=30, deadline=None)
 

@@ -1,6 +1,7 @@
 """The public names need torch alone and load when they are used, and imports inside the package point one way."""
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -14,21 +15,14 @@ import affine_attn
 PACKAGE = Path(affine_attn.__file__).parent
 HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets", "lm_eval", "typer")
 
-# From the bottom up: a file may import from its own layer and from layers earlier in this list. A new file gets a place
-# here. In short: spec <- reference, masks, epilogue <- engines <- api <- layer <- models
-# <- distill <- evaluate <- analyze <- report <- cli.
-LAYERS = [
-    {"__version__", "errors", "files", "json_files", "core.spec", "core.rope", "core.kernels", "commit", "measure"},
-    {"core.gpu", "core.masks", "core.variants"},
-    {"core.call"},
-    {"core.stages", "core.blocks", "core.ops"},
-    {"core.visible_sums", "core.nonfinite"},
-    {"core.reference", "core.stats"},
-    {"core.epilogue", "core.fused", "core.hopper", "core.hopper_backward"},
-    {"core.engines"},
+# Rooms from the bottom up: a room may import those in the rows above its own, and itself. A new room gets a place here.
+ROOMS = [
+    {"__version__", "core", "commit", "errors", "files", "json_files"},
+    {"kernels"},
+    {"engines"},
     {"api"},
-    {"core.alpha", "core.layer", "core.accuracy"},
-    {"check"},
+    {"nn"},
+    {"bench"},
     {"models"},
     {"distill"},
     {"evaluate"},
@@ -37,14 +31,14 @@ LAYERS = [
     {"demo"},
     {"cli"},
 ]
-RANK = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
+# Old names of modules that users import: they point at the new ones, with a warning, for one release.
+MOVED = {"core.accuracy": "bench.accuracy"}
+RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 
 
-def _layer(module: str) -> str | None:
-    """The longest prefix of a module (named without affine_attn) that the table knows."""
-    parts = module.split(".")
-    prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return next((prefix for prefix in prefixes if prefix in RANK), None)
+def _room(module: str) -> str:
+    """Return the first part of a module's name, which is given without affine_attn."""
+    return module.split(".")[0]
 
 
 def _modules() -> dict[str, Path]:
@@ -68,19 +62,64 @@ def _imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", [name for name, path in _modules().items() if name and _imports(path)])
 def test_imports_point_down(module):
-    own = _layer(module)
-    assert own is not None, f"{module} has no place in the table of layers"
+    own = _room(MOVED.get(module, module))
+    assert own in RANK, f"{own} has no place in the table of rooms"
     for imported in _imports(_modules()[module]):
-        target = _layer(imported)
-        assert target is not None, f"{module} imports {imported}, which has no place in the table of layers"
-        assert RANK[target] <= RANK[own], f"{module} imports {imported}, which stands above it"
+        target = _room(imported)
+        assert target in RANK, f"{module} imports {imported}, which has no place in the table of rooms"
+        assert target == own or RANK[target] < RANK[own], f"{module} imports {imported}, which stands above it"
 
 
 def test_the_table_would_catch_an_upward_import(tmp_path):
     file = tmp_path / "spec.py"
     file.write_text("def f():\n    from affine_attn.api import attention\n")
     (imported,) = _imports(file)
-    assert RANK[_layer(imported)] > RANK["core.spec"]
+    assert RANK[_room(imported)] > RANK["core"]
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_old_names_of_moved_modules_warn_and_have_everything(old, new):
+    with pytest.warns(FutureWarning, match=f"affine_attn.{new} now"):
+        moved = importlib.reload(importlib.import_module(f"affine_attn.{old}"))
+    there = vars(importlib.import_module(f"affine_attn.{new}"))
+    assert all(vars(moved)[name] is value for name, value in there.items() if not name.startswith("_"))
+
+
+def test_core_needs_torch_alone():
+    """Not even the package's other rooms; a kernel or an engine there would be a step in the wrong direction."""
+    core = [name for name in _modules() if name.startswith("core.") and name not in MOVED]
+    for name in core:
+        assert {_room(imported) for imported in _imports(_modules()[name])} <= {"core"}, name
+    blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in HEAVY)
+    program = (
+        f"{blocked}\nimport {', '.join(f'affine_attn.{name}' for name in core)}\nfor x in {HEAVY}: del sys.modules[x]"
+    )
+    assert _loaded(program) == ["torch"]
+
+
+DEVICE_FILES = {
+    name: path for name, path in _modules().items() if re.fullmatch(r"kernels\.\w+\.(\w*kernels?|scores)", name)
+}
+
+
+@pytest.mark.parametrize("module", DEVICE_FILES)
+def test_device_files_have_compiled_functions_and_constants_alone(module):
+    for node in ast.parse(DEVICE_FILES[module].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            assert any("jit" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
+        elif not isinstance(node, ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom):
+            assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant), ast.unparse(node)  # noqa: PT018
+
+
+def test_remote_code_is_put_together_from_modules_that_need_only_each_other():
+    pytest.importorskip("transformers")
+    from affine_attn.models import remote_code
+
+    modules = {m.__name__.removeprefix("affine_attn.") for m in remote_code.MODULES}
+    for name in modules:
+        for imported in _imports(_modules()[name]):
+            own = imported in modules or imported.rpartition(".")[0] in modules
+            assert own or imported == "api.attention", f"{name} imports {imported}, which remote code has not"
 
 
 def _loaded(program: str) -> list[str]:

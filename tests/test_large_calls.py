@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from affine_attn import Mask, attention
-from affine_attn.core.accuracy import Shape, random_inputs
-from affine_attn.core.engines import stock
+from affine_attn.bench.accuracy import Shape, random_inputs
+from affine_attn.engines import aten as stock
 from tests.cases import SPECS
 
 SHAPE = Shape(3, 6, 2, 12, 20, 8)  # an entry of q or k is a head of at most 160 numbers

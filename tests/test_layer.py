@@ -13,12 +13,13 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, variant
-from affine_attn.core import fused
 from affine_attn.core import spec as spec_module
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines import decode, triton
-from affine_attn.core.rope import rotate
 from affine_attn.core.spec import Logit, decode_logit, encode_logit
+from affine_attn.engines import decode
+from affine_attn.engines import flash as triton
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.nn.rope import rotate
 from tests.cases import SPECS
 
 DIM, HEADS, KV = 24, 4, 2

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from affine_attn.cli import app
 from affine_attn.commit import commit
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import estimate, shards, validation
 from affine_attn.distill.data import held_out
 from affine_attn.distill.environment import environment
@@ -27,6 +26,7 @@ from affine_attn.distill.run import run, take_up, training_arguments
 from affine_attn.distill.sweep import grid, outcome, table
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.statistics import collect_statistics
+from affine_attn.nn.alpha import alpha_gates
 from tests.test_distill import teacher_of
 from tests.tiny_runs import VOCAB, counting_shards, metrics, tiny, trainer
 

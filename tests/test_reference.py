@@ -12,8 +12,8 @@ from torch.func import jacfwd, jacrev, jvp
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from affine_attn import Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, attention
-from affine_attn.core import accuracy
-from affine_attn.core.accuracy import Shape, deviations, random_inputs, value_and_gradients
+from affine_attn.bench import accuracy
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs, value_and_gradients
 from tests.cases import SPECS
 
 ENGINES = ("reference", "sdpa", "blocked")

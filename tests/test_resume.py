@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import run as run_module
 from affine_attn.distill.metrics import JsonLines
 from affine_attn.distill.run import run
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.errors import UserError
+from affine_attn.nn.alpha import alpha_gates
 from tests.tiny_runs import counting_shards, metrics, tiny, trainer
 
 

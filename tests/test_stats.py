@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from affine_attn import AttentionSpec, AttentionStats, Mask, ScaleInvariant, attention, attention_stats
-from affine_attn.core.accuracy import Shape, random_inputs
+from affine_attn.bench.accuracy import Shape, random_inputs
 from tests.cases import MASKS, SPECS
 
 B, H, KV, TQ, TK, D = 3, 4, 2, 11, 14, 8

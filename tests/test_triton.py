@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from affine_attn import LogN, Mask, ScaleInvariant, attention, attention_stats
-from affine_attn.core import fused
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines import decode, triton
+from affine_attn.engines import decode
+from affine_attn.engines import flash as triton
+from affine_attn.kernels.epilogue import launch as fused
 from tests.cases import CASES, MASKS, SINKS, SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.fp32_sums import assert_fp32_sums

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from affine_attn import Mask
-from affine_attn.core import visible_sums as sums
-from affine_attn.core.accuracy import Shape
+from affine_attn.bench.accuracy import Shape
 from affine_attn.core.call import Call, checked_call
+from affine_attn.kernels.visible_sums import launch as sums
 from tests.cases import MASKS
 from tests.conftest import interpreted, rerun_in_interpreter
 

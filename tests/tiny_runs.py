@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.distill import shards
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM
+from affine_attn.nn.alpha import alpha_gates
 from experiments import grid
 
 VOCAB, LENGTH = 64, 16

@@ -11,13 +11,13 @@ from torch import Tensor
 from affine_attn.analyze.accumulate import Correlation, Histogram
 from affine_attn.analyze.weights import signed_statistics, window_weights
 from affine_attn.api import attention_stats
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.call import checked_call
-from affine_attn.core.layer import AttentionLayer, observe
-from affine_attn.core.stats import AttentionStats, attention_stats
+from affine_attn.core.stats import AttentionStats
 from affine_attn.errors import NotFinite
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.statistics import LayerStatistics, attention_layers, collect_statistics, evaluating
+from affine_attn.nn.alpha import alpha_gates
+from affine_attn.nn.layer import AttentionLayer, observe
 
 BINS = 64
 # Row sums of softmax differ from one by rounding alone: no histogram of them is narrower than this.

@@ -43,7 +43,7 @@ def variants(
         if check and json_output:
             raise UserError("--json is of the table, not of --check")
         if check:
-            from affine_attn.check import check_variants
+            from affine_attn.bench.check import check_variants
 
             check_variants(console)
             return

@@ -1,1 +1,1 @@
-"""The attention itself. Read reference.py first, then spec, epilogue, engines/sdpa, dispatch and layer."""
+"""What is computed: torch alone, no device, no engine. Read reference.py first, then stages, spec, masks and call."""

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArg
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
-from affine_attn.core.alpha import track_alpha
-from affine_attn.core.layer import head_parameters
 from affine_attn.distill.cache import CachedShards, cached_target
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.estimate import size_of
@@ -32,6 +30,8 @@ from affine_attn.distill.shards import TokenShards, write_json
 from affine_attn.distill.teacher import ask, frozen, largest
 from affine_attn.errors import FileError, NotFinite, UserError, first_line
 from affine_attn.models.modeling import not_finite_average
+from affine_attn.nn.alpha import track_alpha
+from affine_attn.nn.layer import head_parameters
 
 _UNFINISHED = "checkpoint.tmp"
 # In a checkpoint: of which run it is.

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.rope import Rope
 from affine_attn.core.spec import AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
 from affine_attn.errors import UserError
 from affine_attn.models.interface import NAME
+from affine_attn.nn.rope import Rope
 
 _SIZES = (
     "vocab_size",

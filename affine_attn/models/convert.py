@@ -24,12 +24,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from affine_attn.core.alpha import alpha_gates
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.errors import UserError, first_line
 from affine_attn.json_files import read_object
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
+from affine_attn.nn.alpha import alpha_gates
 
 MODEL = "model"  # where the folder of a run has its model
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")

@@ -16,9 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function
 
-from affine_attn.core.call import checked_call, refuse_context_parallel
-from affine_attn.core.dispatch import attention
 from affine_attn.api import attention
+from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
 from affine_attn.errors import UserError

@@ -21,17 +21,16 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from affine_attn.api import attention
-from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.call import checked_call, refuse_context_parallel
-from affine_attn.core.dispatch import attention
-from affine_attn.core.layer import AttentionLayer
 from affine_attn.core.reference import run_with_weights
-from affine_attn.core.rope import rotate
 from affine_attn.core.spec import LEARNED_GATE, LogN
 from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.interface import PreparedMask, decoder_mask, refuse_unknown
 from affine_attn.models.streaming import StreamingCache
+from affine_attn.nn.alpha import AlphaGate
+from affine_attn.nn.layer import AttentionLayer
+from affine_attn.nn.rope import rotate
 
 
 class AffineAttnAttention(AttentionLayer):

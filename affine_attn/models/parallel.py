@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from affine_attn.core.alpha import AlphaGate
-from affine_attn.core.layer import AttentionLayer
 from affine_attn.errors import UserError
+from affine_attn.nn.alpha import AlphaGate
+from affine_attn.nn.layer import AttentionLayer
 
 
 class HeadParallel(TensorParallelLayer):

@@ -13,14 +13,17 @@ from types import ModuleType
 from transformers import PreTrainedModel
 
 from affine_attn import errors
-from affine_attn.core import alpha, blocks, call, layer, masks, nonfinite, reference, rope, spec, stages, variants
+from affine_attn.core import blocks, call, masks, nonfinite, reference, spec, stages, variants
 from affine_attn.errors import UserError
 from affine_attn.files import write_text
 from affine_attn.models import configuration, interface, modeling, parallel, streaming
+from affine_attn.nn import alpha, layer, rope
 
 MODULE = "modeling_affine_attn"
 _BEFORE_ATTENTION = (errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
 _AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
+# The rule for these modules: they import only each other and ``api.attention``, and no two define the same name.
+MODULES = (*_BEFORE_ATTENTION, *_AFTER_ATTENTION)
 # api.py without the engines.
 _ATTENTION = '''
 def attention(*arguments, impl: str = "reference", **named) -> Tensor:

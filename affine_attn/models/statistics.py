@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from affine_attn.core.layer import AttentionLayer, observe
-from affine_attn.core.stats import AttentionStats, attention_stats
-from affine_attn.errors import UserError
 from affine_attn.api import attention_stats
+from affine_attn.core.stats import AttentionStats
+from affine_attn.errors import UserError
+from affine_attn.nn.layer import AttentionLayer, observe
 
 _ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
 

@@ -6,7 +6,7 @@ The legend is in distance_logit.py.
 import triton
 import triton.language as tl
 
-from affine_attn.core.kernels.distance_logit import (
+from affine_attn.kernels.flash.scores import (
     ALIBI,
     DIAGONAL_TILES,
     EDGE_TILES,

@@ -18,10 +18,10 @@ from torch.nn.attention.flex_attention import (
 
 from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import Call
-from affine_attn.core.epilogue import combine, rescale_by_sink
 from affine_attn.core.masks import Mask
-from affine_attn.core.ops import is_traced
 from affine_attn.core.stages import own_precision, row_dtype
+from affine_attn.engines.operator import is_traced
+from affine_attn.kernels.epilogue.eager import combine, rescale_by_sink
 
 DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 

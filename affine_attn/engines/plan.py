@@ -5,9 +5,13 @@ from types import ModuleType
 import torch
 from torch.autograd import forward_ad
 
-from affine_attn.core import fused, hopper, hopper_backward, reference
+from affine_attn.core import reference
 from affine_attn.core.call import Call
-from affine_attn.core.engines import blocked, decode, flex, sdpa, triton
+from affine_attn.engines import blocked, decode, flex, sdpa
+from affine_attn.engines import flash as triton
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 
 # An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
 ENGINES: dict[str, ModuleType] = {

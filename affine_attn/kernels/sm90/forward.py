@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.core import fused
 from affine_attn.core.call import Call, Output
-from affine_attn.core.gpu import capability, cdiv, kept, multiprocessors, uploaded
+from affine_attn.kernels.device import capability, cdiv, kept, multiprocessors, uploaded
+from affine_attn.kernels.epilogue import launch as fused
 
 # Slots of the ring by head_dim: as many as shared memory holds.
 STAGES = {64: 4, 128: 2}
@@ -136,7 +136,7 @@ def forward(call: Call) -> Output:
 
 def _kernel() -> Any:
     """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.core.kernels.hopper_forward import hopper_forward_kernel
+    from affine_attn.kernels.sm90.forward_kernel import hopper_forward_kernel
 
     return hopper_forward_kernel
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.core import visible_sums
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.epilogue import AttentionBackward, PlainAttention
-from affine_attn.core.gpu import cdiv, padded
+from affine_attn.kernels.device import cdiv, padded
+from affine_attn.kernels.epilogue.eager import AttentionBackward, PlainAttention
+from affine_attn.kernels.visible_sums import launch as visible_sums
 
 # Where the sums u of visible values come from, as in the kernels: a running sum under a causal mask, one sum for all
 # queries, a table with a row per query. 0: nowhere.
@@ -122,7 +122,7 @@ def why_no_kernels(call: Call) -> str | None:
 
 def _kernels() -> Any:
     """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.core.kernels import epilogue
+    from affine_attn.kernels.epilogue import kernels as epilogue
 
     return epilogue
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.gpu import cdiv, padded
 from affine_attn.core.masks import document_bounds, run_bounds
+from affine_attn.kernels.device import cdiv, padded
 
 # (rows, sources, warps) of a tile, by padded head_dim; fp32 has its products on the plain cores.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 8), 128: (64, 64, 8), 256: (64, 32, 8)}
@@ -89,7 +89,7 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> La
 
 def _run(plan: Launches) -> None:
     # Imported late, where Triton is known to be there.
-    from affine_attn.core.kernels import visible_sums as kernels
+    from affine_attn.kernels.visible_sums import kernels
 
     for name, grid, arguments in plan:
         getattr(kernels, name)[grid](**arguments)

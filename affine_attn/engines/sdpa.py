@@ -1,16 +1,17 @@
 """Engine ``sdpa``: PyTorch's own fused attention, plus the row-wise epilogue, as one differentiable operator.
 
 Which aten operator runs (its *kernel*) depends on the machine: cuDNN or flash on CUDA, flash-for-CPU on the CPU. On
-Hopper kernels of our own do some forwards and backwards whole (core/hopper.py, core/hopper_backward.py).
+Hopper kernels of our own do some forwards and backwards whole (kernels/sm90/forward.py, kernels/sm90/backward.py).
 """
 
 from torch import Tensor
 
-from affine_attn.core import hopper, hopper_backward
 from affine_attn.core.call import Call
-from affine_attn.core.engines import stock
-from affine_attn.core.engines.composed import compose, why_not_beta
 from affine_attn.core.spec import LogN
+from affine_attn.engines import aten as stock
+from affine_attn.engines.compose import compose, why_not_beta
+from affine_attn.kernels.sm90 import backward as hopper_backward
+from affine_attn.kernels.sm90 import forward as hopper
 
 DESCRIPTION = "PyTorch's fused attention with a row-wise epilogue"
 

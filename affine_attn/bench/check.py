@@ -10,11 +10,11 @@ from rich.table import Table
 from torch import Tensor
 
 from affine_attn.api import attention
-from affine_attn.core.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
-from affine_attn.core.engines.plan import ENGINES, choose
 from affine_attn.core.variants import VARIANTS
-from affine_attn.measure import side_by_side
+from affine_attn.engines.plan import ENGINES, choose
 
 
 def check_variants(console: Console) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.core.gpu import capability, cdiv, must_be_deterministic
 from affine_attn.core.stages import row_dtype
+from affine_attn.kernels.device import capability, cdiv, must_be_deterministic
 
 aten = torch.ops.aten
 

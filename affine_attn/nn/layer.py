@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from affine_attn.api import attention
-from affine_attn.core.alpha import AlphaGate
 from affine_attn.core.masks import Mask
-from affine_attn.core.rope import Rope, rotate
 from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, LogN, check_counts
 from affine_attn.core.variants import variant
+from affine_attn.nn.alpha import AlphaGate
+from affine_attn.nn.rope import Rope, rotate
 
 
 class KeyValueCache(Protocol):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from affine_attn.core import fused
 from affine_attn.core.call import Call, Output
-from affine_attn.core.engines.composed import row_scaled
-from affine_attn.core.gpu import capability, cdiv, multiprocessors, padded
-from affine_attn.core.ops import register_inference
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
+from affine_attn.engines.compose import row_scaled
+from affine_attn.engines.operator import register_inference
+from affine_attn.kernels.device import capability, cdiv, multiprocessors, padded
+from affine_attn.kernels.epilogue import launch as fused
 
 DESCRIPTION = "one pass over the cache, split over keys; inference only"
 
@@ -160,7 +160,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _kernels() -> Any:
-    from affine_attn.core.kernels import decode
+    from affine_attn.kernels.decode import kernels as decode
 
     return decode
 

@@ -18,7 +18,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.reference import own_precision
 from affine_attn.core.spec import ACTIVATIONS, Affine, check_counts
 from affine_attn.core.stages import own_precision
 

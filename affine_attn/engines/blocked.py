@@ -9,7 +9,6 @@ from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.nonfinite import guarded, guarded_backward
-from affine_attn.core.ops import register
 from affine_attn.core.stages import (
     coefficients,
     grouped_matmul,
@@ -21,6 +20,7 @@ from affine_attn.core.stages import (
     sink_rows,
     weights,
 )
+from affine_attn.engines.operator import register
 
 DESCRIPTION = "query-blocked torch with recompute: any logit, any mask, linear memory"
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from affine_attn.core.kernels.epilogue import CONSTANT_SINK, ELEMENTWISE, HEADWISE, LEARNED_SINK, NO_GATE, NO_SINK
+from affine_attn.kernels.epilogue.kernels import CONSTANT_SINK, ELEMENTWISE, HEADWISE, LEARNED_SINK, NO_GATE, NO_SINK
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))

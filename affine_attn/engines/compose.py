@@ -11,12 +11,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from affine_attn.core import epilogue, fused, visible_sums
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.nonfinite import guarded, guarded_backward
-from affine_attn.core.ops import register
 from affine_attn.core.spec import LogN
 from affine_attn.core.stages import row_dtype
+from affine_attn.engines.operator import register
+from affine_attn.kernels.epilogue import eager as epilogue
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.visible_sums import launch as visible_sums
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
 # (call, do, out, lse) -> dq, dk, dv

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.core import fused
 from affine_attn.core.blocks import ScoreStatistics
 from affine_attn.core.call import Call
-from affine_attn.core.engines.composed import compose, why_not_beta
-from affine_attn.core.gpu import cdiv, kept, padded, uploaded
 from affine_attn.core.masks import document_bounds
-from affine_attn.core.ops import on_its_device
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
+from affine_attn.engines.compose import compose, why_not_beta
+from affine_attn.engines.operator import on_its_device
+from affine_attn.kernels.device import cdiv, kept, padded, uploaded
+from affine_attn.kernels.epilogue import launch as fused
 
 DESCRIPTION = "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
 
@@ -205,7 +205,7 @@ class Launch:
 
 def _kernels(name: str) -> Any:
     """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    return importlib.import_module(f"affine_attn.core.kernels.distance_{name}")
+    return importlib.import_module(f"affine_attn.kernels.flash.{name}_kernels")
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from affine_attn.core import fused, hopper
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.gpu import cdiv, multiprocessors, must_be_deterministic
+from affine_attn.kernels.device import cdiv, multiprocessors, must_be_deterministic
+from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.sm90 import forward as hopper
 
 # By head_dim: slots for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq comes a
 # block late, for which registers must have room.
@@ -175,12 +176,12 @@ def rounded(call: Call, sums: Tensor) -> Tensor:
 
 def _kernel() -> Any:
     """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.core.kernels.hopper_backward import hopper_backward_kernel
+    from affine_attn.kernels.sm90.backward_kernel import hopper_backward_kernel
 
     return hopper_backward_kernel
 
 
 def _row_kernel() -> Any:
-    from affine_attn.core.kernels.hopper_rows import row_gradients_kernel
+    from affine_attn.kernels.sm90.preprocess_kernel import row_gradients_kernel
 
     return row_gradients_kernel

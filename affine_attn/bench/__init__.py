@@ -1,0 +1,1 @@
+"""How exact and how fast the engines are on this machine."""

@@ -1,1 +1,0 @@
-"""A module for each engine, with why_not(call), run(call) and DESCRIPTION; dispatch.py asks them in its order."""

@@ -1,0 +1,1 @@
+"""How it is made fast: a folder per mechanism, with eager.py (torch), launch.py (host) and kernels.py (device code)."""

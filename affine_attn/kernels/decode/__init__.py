@@ -1,0 +1,1 @@
+"""Few queries over a long cache, split over keys."""

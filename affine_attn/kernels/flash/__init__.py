@@ -1,0 +1,1 @@
+"""Flash attention for plain and distance logits with windows, documents and padding."""

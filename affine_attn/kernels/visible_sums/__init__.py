@@ -1,0 +1,1 @@
+"""Sums of the values that a mask leaves visible, and their transpose."""

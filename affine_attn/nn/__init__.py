@@ -1,0 +1,1 @@
+"""Modules with parameters: the alpha gate and its moving average, rotary positions, the attention layer."""
