@@ -16,19 +16,22 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.engines import aten as stock
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.engines import aten
+from affine_attn.kernels.epilogue import launch as epilogue
+from affine_attn.kernels.sm90 import backward as sm90_backward
+from affine_attn.kernels.sm90 import forward as sm90_forward
 from benchmarks.hopper_forward import command, plain, with_epilogue
 
 
 def plain_backward(call: Call, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return stock.backward(do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
+    return aten.backward(do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
 
 
 def in_stages(call: Call, dy: Tensor, output: Output) -> Gradients:
-    return fused.gradients(call, dy, output, functools.partial(plain_backward, call))
+    rows = epilogue.RowGradients(call, dy, output)
+    with rows.incoming() as do:
+        gradients = plain_backward(call, do, rows.out, output.saved_lse)
+    return rows.finish(*gradients)
 
 
 def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
@@ -36,7 +39,7 @@ def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
     before = dy.clone()
     names = ("dq", "dk", "dv", "dsink", "dalpha", "dbeta", "dgate")
     for name, a, b in zip(
-        names, hopper_backward.backward(call, dy, output), in_stages(call, dy, output), strict=True
+        names, sm90_backward.backward(call, dy, output), in_stages(call, dy, output), strict=True
     ):  # fmt: skip
         if b is not None and not (error := float((a.float() - b.float()).norm() / b.float().norm())) < 5e-3:
             return f"{name} differs by {error:.3g}"
@@ -45,31 +48,31 @@ def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
 
 def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], object]]:
     """What the backward of our own launches, one by one."""
-    rows = hopper_backward.RowGradients(call, dy, output)
+    rows = sm90_backward.RowGradients(call, dy, output)
     rows.launch()
-    sums, dk, dv = hopper_backward.new_sums(call, rows), torch.empty_like(call.k), torch.empty_like(call.v)
+    sums, dk, dv = sm90_backward.new_sums(call, rows), torch.empty_like(call.k), torch.empty_like(call.v)
     return {
         "ours: rows": rows.launch,
-        "ours: dq = 0, sums": functools.partial(hopper_backward.new_sums, call, rows),
-        "ours: attention": functools.partial(hopper_backward.launch, call, output.saved_lse, rows, sums, dk, dv),
-        "ours: dq rounded": functools.partial(hopper_backward.rounded, call, sums),
+        "ours: dq = 0, sums": functools.partial(sm90_backward.new_sums, call, rows),
+        "ours: attention": functools.partial(sm90_backward.launch, call, output.saved_lse, rows, sums, dk, dv),
+        "ours: dq rounded": functools.partial(sm90_backward.rounded, call, sums),
     }
 
 
 def at_a_time(kv_heads: int, call: Call, dy: Tensor, output: Output) -> Callable[[], object]:
     """Fewer leave less to keep in the cache, which long sequences run out of (LOG.md)."""
-    fewer = mock.patch.object(hopper_backward, "_KV_HEADS", kv_heads)
-    return fewer(functools.partial(hopper_backward.backward, call, dy, output))
+    fewer = mock.patch.object(sm90_backward, "_KV_HEADS", kv_heads)
+    return fewer(functools.partial(sm90_backward.backward, call, dy, output))
 
 
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     output, (o, lse), dy = with_epilogue(call), plain(call), torch.randn_like(call.q)
-    if (reason := hopper.why_no_kernel(call) or wrong(call, dy, output)) is not None:
+    if (reason := sm90_forward.why_no_kernel(call) or wrong(call, dy, output)) is not None:
         raise ValueError(reason)
     return {
         "cuDNN, plain": functools.partial(plain_backward, call, dy, o, lse),
         "cuDNN, stages": functools.partial(in_stages, call, dy, output),
-        "ours": functools.partial(hopper_backward.backward, call, dy, output),
+        "ours": functools.partial(sm90_backward.backward, call, dy, output),
         **{f"ours, {n} kv heads at a time": at_a_time(n, call, dy, output) for n in (1, 2, 4)},
         **parts(call, dy, output),
     }

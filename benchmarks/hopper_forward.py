@@ -20,9 +20,9 @@ from affine_attn import VARIANTS
 from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import Call, Output, checked_call
-from affine_attn.engines import aten as stock
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.engines import aten
+from affine_attn.kernels.epilogue import launch as epilogue
+from affine_attn.kernels.sm90 import forward as sm90_forward
 
 # Heads, heads of k and v, head_dim: of 0.5B, 1B and 3B.
 HEADS = ((16, 16, 64), (32, 8, 64), (24, 8, 128))
@@ -31,17 +31,18 @@ BATCHES = {256: 128, 512: 64, 1024: 32, 2048: 16, 8192: 4, 32768: 1, 4096: 1}
 
 
 def plain(call: Call) -> tuple[Tensor, Tensor]:
-    o, z = stock.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
+    o, z = aten.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
     return o, z.contiguous()
 
 
 def with_epilogue(call: Call) -> Output:
-    return fused.finish(call, functools.partial(plain, call))
+    begun = epilogue.begin(call)
+    return epilogue.apply_epilogue(call, *plain(call), begun)
 
 
 def wrong(call: Call) -> str | None:
     """What differs by more than 16 bits explain, or None."""
-    for name, found, right in zip(Output._fields, hopper.forward(call), with_epilogue(call), strict=True):
+    for name, found, right in zip(Output._fields, sm90_forward.forward(call), with_epilogue(call), strict=True):
         # An alpha of exactly 0 makes its log-sum-exp infinite.
         if found.shape != right.shape or not torch.equal(found.isfinite(), right.isfinite()):
             return f"{name} has another shape or other infinities"
@@ -53,12 +54,12 @@ def wrong(call: Call) -> str | None:
 
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     """What is timed, the first as the one that ratios refer to; an error that says why not."""
-    if (reason := hopper.why_not(call) or wrong(call)) is not None:
+    if (reason := sm90_forward.why_not(call) or wrong(call)) is not None:
         raise ValueError(reason)
     return {
         "cuDNN, plain": functools.partial(plain, call),
         "cuDNN, epilogue": functools.partial(with_epilogue, call),
-        "one kernel": functools.partial(hopper.forward, call),
+        "one kernel": functools.partial(sm90_forward.forward, call),
     }
 
 

@@ -15,12 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, random_inputs
-from affine_attn.core.call import Call, checked_call
+from affine_attn.core.call import Call, Gradients, Output, checked_call
 from affine_attn.engines.plan import choose
-from affine_attn.kernels.epilogue import eager as epilogue
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels import availability
+from affine_attn.kernels.epilogue import eager, launch
+from affine_attn.kernels.sm90 import backward, forward
 from benchmarks.cases import Case
 
 # Enough data between two uses of the same tensor that no cache holds it: five times the L2 of an H200.
@@ -142,22 +141,33 @@ def _decode(case: Case, shape: Shape, device: torch.device) -> Step:
 
 
 def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
-    """``finish`` or ``gradients`` on a made-up (o, z), with an attention backward that costs nothing; ``rows`` are the
-    gradients that our own backward begins with."""
+    """Time the epilogue on a made-up (o, z), forward or backward, with an attention that costs nothing; ``rows`` is the
+    preprocess kernel of the sm90 backward."""
     call = checked_call(**inputs_of(case, shape, device))
     if case.method == "rows":
-        rows = hopper_backward.RowGradients(call, torch.randn_like(call.q), hopper.forward(call))
+        rows = backward.RowGradients(call, torch.randn_like(call.q), forward.forward(call))
         return Step(rows.launch, _gradient_bytes(call))
-    stages = epilogue if fused.why_not(call) else fused
+    epilogue = eager if availability.why_not(call) else launch
     o, z = torch.randn_like(call.q), torch.randn(call.q.shape[:3], device=device)
     # Kernels alone: with nothing to run beside, a second stream would only wait.
-    in_line = mock.patch.object(fused, "_LONG", sys.maxsize)
+    in_line = mock.patch.object(launch, "_LONG", sys.maxsize)
+
+    def finish() -> Output:
+        return epilogue.apply_epilogue(call, o, z, epilogue.begin(call))
+
     if case.method == "finish":
-        return Step(in_line(lambda: stages.finish(call, lambda: (o, z))), _forward_bytes(call))
-    output, dy = stages.finish(call, lambda: (o, z)), torch.randn_like(call.q)
-    gradients = tuple(torch.zeros_like(x) for x in (call.q, call.k, call.v))
+        return Step(in_line(finish), _forward_bytes(call))
+    output, dy = finish(), torch.randn_like(call.q)
+    of_attention = [torch.zeros_like(x) for x in (call.q, call.k, call.v)]
+
+    def gradients() -> Gradients:
+        rows = epilogue.RowGradients(call, dy, output)
+        with rows.incoming():
+            pass
+        return rows.finish(*of_attention)
+
     return Step(
-        in_line(lambda: stages.gradients(call, dy, output, lambda do, out, lse: gradients)),
+        in_line(gradients),
         _gradient_bytes(call) + 2 * _values_bytes(call),  # dv, which it adds to
     )
 

@@ -19,7 +19,7 @@ def assert_fp32_sums(epilogue: ModuleType, dtype: torch.dtype, causal: bool, is_
     inputs = random_inputs(AttentionSpec(sink="learned", affine=Affine()), SHAPE, dtype)
     call = checked_call(**inputs, mask=Mask(causal=causal))
     z, dy = 2 * torch.randn(call.q.shape[:3]), torch.randn_like(call.q)
-    output = epilogue.finish(call, lambda: (torch.randn_like(call.q), z.clone()))
+    output = epilogue.apply_epilogue(call, torch.randn_like(call.q), z.clone(), epilogue.begin(call))
 
     visible = call.visible(slice(None), slice(None)).double()
     sink, alpha, beta = (inputs[name].double() for name in ("sink", "alpha", "beta"))
@@ -38,9 +38,10 @@ def assert_fp32_sums(epilogue: ModuleType, dtype: torch.dtype, causal: bool, is_
     exact, size = sums(lambda x: x), sums(torch.abs)
     # A start that cancels the sum shows roundings of the sum that the rounding of dv would hide.
     start = -exact["dv"].to(dtype)
-    _, _, dv, dsink, dalpha, dbeta, _ = epilogue.gradients(
-        call, dy, output, lambda *_: (torch.zeros_like(call.q), torch.zeros_like(call.k), start.clone())
-    )
+    rows = epilogue.RowGradients(call, dy, output)
+    with rows.incoming():
+        of_attention = torch.zeros_like(call.q), torch.zeros_like(call.k), start.clone()
+    _, _, dv, dsink, dalpha, dbeta, _ = rows.finish(*of_attention)
     for name, found in (("dsink", dsink), ("dalpha", dalpha), ("dbeta", dbeta)):
         assert found.dtype == torch.float32
         assert ((found - exact[name]).abs() <= 2**-19 * size[name]).all(), name

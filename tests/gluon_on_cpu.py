@@ -347,7 +347,7 @@ def _run(devices: list[_Multiprocessor], chance: random.Random) -> None:
 
 
 class Simulated:
-    """A kernel of a module, launched as Triton's are: ``Simulated(module, "name", seed)[grid](*arguments)``.
+    """A kernel of a module, launched as Triton's are: ``Simulated(module, "name", seed)[grid](**arguments)``.
 
     ``edit`` changes the source first, to see that the changed one fails.
     """
@@ -364,15 +364,13 @@ class Simulated:
             function.decorator_list = []
         code = compile(tree, str(self.module.__file__), "exec")
 
-        def launch(
-            *arguments: Any, num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **constants: Any
-        ) -> None:
-            passed = [_as_in_kernels(x) for x in arguments]
+        def launch(num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **arguments: Any) -> None:
+            passed = {name: _as_in_kernels(x) for name, x in arguments.items()}
             devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
             for device in devices:
                 names = _constants(self.module) | _words(device, grid[0])
                 exec(code, names)
-                names[self.name](*passed, **constants)
+                names[self.name](**passed)
             _run(devices, self.chance)
 
         return launch

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels import launch
+from affine_attn.kernels.sm90 import backward as sm90_backward
+from affine_attn.kernels.sm90 import forward as sm90_forward
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -17,7 +18,7 @@ on_hopper = pytest.mark.skipif(
 def simulate(monkeypatch):
     """Turns to the simulated kernels, in the order of a seed; ``forward``, ``backward`` and ``rows`` may change their
     source."""
-    monkeypatch.setattr(hopper, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(sm90_forward, "capability", lambda _: (9, 0))
     return partial(_turn_to, monkeypatch)
 
 
@@ -33,10 +34,13 @@ def _turn_to(monkeypatch, seed: int, forward=_as_it_is, backward=_as_it_is, rows
     from tests.gluon_on_cpu import Simulated
 
     kernels = {
-        (hopper, "_kernel"): Simulated(forward_kernels, "hopper_forward_kernel", seed, forward),
-        (hopper_backward, "_kernel"): Simulated(backward_kernels, "hopper_backward_kernel", seed, backward),
-        (hopper_backward, "_row_kernel"): Simulated(row_kernels, "row_gradients_kernel", seed, rows),
+        "sm90.forward_kernel.hopper_forward_kernel": Simulated(forward_kernels, "hopper_forward_kernel", seed, forward),
+        "sm90.backward_kernel.hopper_backward_kernel": Simulated(
+            backward_kernels, "hopper_backward_kernel", seed, backward
+        ),
+        "sm90.preprocess_kernel.row_gradients_kernel": Simulated(row_kernels, "row_gradients_kernel", seed, rows),
     }
-    for (launcher, name), kernel in kernels.items():
+    compiled = launch.function
+    monkeypatch.setattr(launch, "function", lambda name: kernels.get(name) or compiled(name))
+    for launcher in (sm90_forward, sm90_backward):
         monkeypatch.setattr(launcher, "multiprocessors", lambda _: 2)
-        monkeypatch.setattr(launcher, name, lambda kernel=kernel: kernel)

@@ -18,19 +18,21 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from affine_attn import Mask, ScaleInvariant  # noqa: E402
 from affine_attn.core.call import checked_call  # noqa: E402
-from affine_attn.engines import decode  # noqa: E402
-from affine_attn.engines import flash as engine  # noqa: E402
-from affine_attn.kernels.decode import kernels as decode_kernels  # noqa: E402
-from affine_attn.kernels.epilogue import kernels as epilogue  # noqa: E402
-from affine_attn.kernels.epilogue import launch as fused  # noqa: E402
-from affine_attn.kernels.flash import backward_kernels as distance_backward  # noqa: E402
-from affine_attn.kernels.flash import forward_kernels as distance_forward  # noqa: E402
-from affine_attn.kernels.sm90 import backward as hopper_backward  # noqa: E402
-from affine_attn.kernels.sm90 import backward_kernel as hopper_backward_kernels  # noqa: E402
-from affine_attn.kernels.sm90 import forward as hopper  # noqa: E402
-from affine_attn.kernels.sm90 import forward_kernel as hopper_forward  # noqa: E402
-from affine_attn.kernels.sm90 import preprocess_kernel as hopper_rows  # noqa: E402
-from affine_attn.kernels.visible_sums import kernels as visible_sums_kernels  # noqa: E402
+from affine_attn.kernels import launch  # noqa: E402
+from affine_attn.kernels.decode import launch as decode  # noqa: E402
+from affine_attn.kernels.epilogue import kernels as epilogue_kernels  # noqa: E402
+from affine_attn.kernels.epilogue import launch as epilogue  # noqa: E402
+from affine_attn.kernels.epilogue import tiles  # noqa: E402
+from affine_attn.kernels.flash import backward_kernels as flash_backward  # noqa: E402
+from affine_attn.kernels.flash import forward_kernels as flash_forward  # noqa: E402
+from affine_attn.kernels.flash import launch as flash  # noqa: E402
+from affine_attn.kernels.sm90 import (  # noqa: E402
+    backward,
+    backward_kernel,
+    forward,
+    forward_kernel,
+    preprocess_kernel,
+)
 from affine_attn.kernels.visible_sums import launch as visible_sums  # noqa: E402
 
 # How PTX reads and writes memory that kernels share.
@@ -53,26 +55,26 @@ NO_GATE = {"HAS_GATE": False, "p_gate": None}
 AFFINE = STAGES | {"SINK": 0, "GATE": 0, "p_sink": None, "p_gate": None}
 ABSENT = dict.fromkeys(("p_lse", "p_dsink", "p_dgate", "p_do"))
 EPILOGUE_KERNELS = {
-    "value_sums_kernel": {"SLICE": fused._VALUE_COLUMNS},
+    "value_sums_kernel": {"SLICE": epilogue.VALUE_COLUMNS},
     "epilogue_kernel": STAGES | {"KEEP_OUT": True, "BLOCKS": 32},
     "scale_rows_kernel": {"T": 16, "num_warps": 4, "HAS_ROWS": True},
-    "negate_rows_kernel": NEGATED | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
+    "negate_rows_kernel": NEGATED | {"ROWS": epilogue.ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel": STAGES,
     "epilogue_kernel:affine": AFFINE | {"KEEP_OUT": True, "BLOCKS": 32},
-    "negate_rows_kernel:affine": NEGATED | NO_GATE | {"ROWS": fused._ROWS, "T": 16, "num_warps": 4},
+    "negate_rows_kernel:affine": NEGATED | NO_GATE | {"ROWS": epilogue.ROWS, "T": 16, "num_warps": 4},
     "epilogue_backward_kernel:affine": AFFINE | ABSENT | {"SLICE": "backward_columns", "CHUNKS": 2, "CHUNK": 2},
     "epilogue_kernel:no sums": WITHOUT_SUMS | {"KEEP_OUT": True, "BLOCKS": 1},
     "epilogue_backward_kernel:no sums": WITHOUT_SUMS,
-    "totals_from_kernel": {"SLICE": fused._VALUE_COLUMNS, "ROWS": 128, "GROUP": 4, "num_warps": 4},
+    "totals_from_kernel": {"SLICE": epilogue.VALUE_COLUMNS, "ROWS": 128, "GROUP": 4, "num_warps": 4},
     "add_seen_by_kernel": NEGATED | {"GROUP": 3, "T": 16, "num_warps": 4},
     "add_seen_by_kernel:affine": NEGATED | NO_GATE | {"GROUP": 3, "T": 16, "num_warps": 4},
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
 DISTANCE_KERNELS = {
-    "forward": (distance_forward.distance_forward_kernel, "keys"),
-    "dkdv": (distance_backward.distance_backward_dkdv_kernel, "queries"),
-    "dq": (distance_backward.distance_backward_dq_kernel, "keys"),
-    "statistics": (distance_forward.qk_statistics_kernel, None),
+    "forward": (flash_forward.distance_forward_kernel, "keys"),
+    "dkdv": (flash_backward.distance_backward_dkdv_kernel, "queries"),
+    "dq": (flash_backward.distance_backward_dq_kernel, "keys"),
+    "statistics": (flash_forward.qk_statistics_kernel, None),
 }
 # Arguments of epilogue and distance kernels that are neither fp32 pointers nor 32-bit integers.
 IN_INPUT_DTYPE = {
@@ -107,8 +109,8 @@ class Build(NamedTuple):
 
 
 def _epilogue_build(name: str, target: Target) -> Build:
-    kernel = getattr(epilogue, name.split(":")[0])
-    tile = (fused._TILES_WITHOUT_SUMS if "no sums" in name else fused._TILES)[target.head_dim]
+    kernel = getattr(epilogue_kernels, name.split(":")[0])
+    tile = (tiles.TILES_WITHOUT_SUMS if "no sums" in name else tiles.TILES)[target.head_dim]
     sizes = {"HEAD_DIM": target.head_dim, "D": target.head_dim, "T": tile.tokens, "SLICE": tile.columns}
     sizes |= {"LENGTH": tile.segment, "num_warps": tile.warps} | EPILOGUE_KERNELS[name]
     sizes = {x: getattr(tile, size) if isinstance(size, str) else size for x, size in sizes.items()}
@@ -120,7 +122,7 @@ def _distance_build(name: str, target: Target) -> Build:
     kernel, columns = DISTANCE_KERNELS[name]
     q = _meta(2, 4, 256, target.head_dim, dtype=target.dtype)
     call = checked_call(q, q[:, :2], q[:, :2], logit=ScaleInvariant())
-    constants = engine.Launch(call).options(engine._config(name, q), columns) | {"FAST_LOG": True}
+    constants = flash.Shared(call).options(flash._config(name, q), columns) | {"FAST_LOG": True}
     options = {x: constants.pop(x) for x in ("num_warps", "num_stages", "maxnreg") if x in constants}
     absent = dict.fromkeys({"p_document", "p_doc_first", "p_doc_last", "p_padding"} & set(kernel.arg_names))
     causal = {"CAUSAL": True} if "CAUSAL" in kernel.arg_names else {}
@@ -134,7 +136,7 @@ def _decode_builds(queries: int, target: Target) -> Iterator[Build]:
     mask = Mask(lengths=_meta(2, dtype=torch.int64))
     for sink in (rows, 0.0) if queries == 1 else (rows,):
         call = checked_call(q, k, k, mask, None, ScaleInvariant(), sink, rows, rows, q)
-        for build in _planned(decode_kernels, decode.launches(call, torch.empty_like(q))):
+        for build in _planned(decode.launches(call, torch.empty_like(q))):
             yield build._replace(constants=build.constants | {"EARLY": target.capability >= 90})
 
 
@@ -143,19 +145,20 @@ def _visible_sums_builds(transposed: bool, restricted: bool, target: Target) -> 
     documents, padding = (_meta(2, 8192, dtype=dtype) if restricted else None for dtype in (torch.int64, torch.bool))
     call = checked_call(q, v, v, Mask(window=1024, documents=documents, padding=padding))
     source, result = (_meta(*q.shape), v) if transposed else (v, _meta(*q.shape))
-    return _planned(visible_sums_kernels, visible_sums.launches(call, source, result, transposed))
+    return _planned(visible_sums.launches(call, source, result, transposed))
 
 
-def _planned(module, plan) -> Iterator[Build]:
-    """From (kernel, grid, arguments) of each launch."""
+def _planned(launches: list[launch.Launch]) -> Iterator[Build]:
+    """Build what the launches of a call would run."""
     pointers = {torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"}
     pointers |= {dtype: f"*{name}" for dtype, name in DTYPES.items()}
-    for name, _, arguments in plan:
+    for kernel, _, arguments in launches:
+        name = kernel.rpartition(".")[2]
         options = {x: arguments.pop(x) for x in ("num_warps", "num_stages") if x in arguments}
         constants = {x: value for x, value in arguments.items() if x.isupper() or value is None}
         types = {x: pointers[value.dtype] for x, value in arguments.items() if isinstance(value, torch.Tensor)}
         types |= {x: "fp32" for x, value in arguments.items() if isinstance(value, float)}
-        yield Build(name, getattr(module, name), constants, types, options)
+        yield Build(name, launch.function(kernel), constants, types, options)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -243,7 +246,7 @@ def test_visible_sums_compile_within_limits(transposed, restricted, target, tmp_
         _check(build, target, tmp_path)
 
 
-@pytest.mark.parametrize("head_dim", hopper.STAGES)
+@pytest.mark.parametrize("head_dim", forward.STAGES)
 @pytest.mark.parametrize(
     ("sink", "is_affine", "gate", "dtype"),
     [(1, 0, 0, "bf16"), (2, 0, 1, "bf16"), (0, 0, 2, "fp16"), (0, 1, 0, "fp16"), (2, 1, 1, "bf16"), (2, 1, 2, "bf16")],
@@ -262,7 +265,7 @@ def test_the_forward_in_one_kernel_overlaps_products_and_exponentials(sink, is_a
     scores = [i for i in waits if events[i].endswith("1")]
     besides = [events[i + 1 : waits[waits.index(i) + 1]] for i in scores]
     # Both groups have such a loop; the two products at a tile's end have nothing to run beside them.
-    assert [len(beside) for beside in besides if "MUFU.EX2" in beside] == [hopper.ROWS // 2 + 1] * 2
+    assert [len(beside) for beside in besides if "MUFU.EX2" in beside] == [forward.ROWS // 2 + 1] * 2
     assert all(set(beside) <= {"MUFU.EX2"} for beside in besides if "MUFU.EX2" in beside)
     assert not _overwritten_operands(code)
 
@@ -298,15 +301,15 @@ def _overwritten_operands(code: str) -> list[str]:
 @pytest.mark.parametrize(("has_beta", "has_signs"), [(False, False), (True, False), (True, True)])
 def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_beta, has_signs, tmp_path):
     """Every wait is one of the source's: ptxas puts in more where it serialises products."""
-    kernel, late = hopper_backward_kernels.hopper_backward_kernel, hopper_backward.LATE[head_dim]
+    kernel, late = backward_kernel.hopper_backward_kernel, backward.LATE[head_dim]
     constants = {"GROUP": group, "D": head_dim, "LATE": late, "HAS_BETA": has_beta}
-    constants["SEGMENT"] = hopper_backward.TILE_ROWS * hopper_backward.TILE_COLUMNS // head_dim
+    constants["SEGMENT"] = backward.TILE_ROWS * backward.TILE_COLUMNS // head_dim
     constants |= {"HAS_SIGNS": has_signs} | ({} if has_signs else {"p_signs": None})
-    constants |= {"STAGES": hopper_backward.STAGES[head_dim], "TILES": hopper_backward.TILES[head_dim]}
+    constants |= {"STAGES": backward.STAGES[head_dim], "TILES": backward.TILES[head_dim]}
     constants |= {} if has_beta else {"p_beta": None, "p_after": None}
-    types = dict.fromkeys(("d_q", "d_dy"), _descriptor("bf16", hopper_backward.QUERIES, head_dim))
-    types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", hopper.ROWS, head_dim))
-    types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", hopper_backward.HALF, head_dim))
+    types = dict.fromkeys(("d_q", "d_dy"), _descriptor("bf16", backward.QUERIES, head_dim))
+    types |= dict.fromkeys(("d_k", "d_v"), _descriptor("bf16", forward.ROWS, head_dim))
+    types |= dict.fromkeys(("d_dk", "d_dv"), _descriptor("bf16", backward.HALF, head_dim))
     types |= dict.fromkeys(("p_order", "p_tiles"), "*i32") | dict.fromkeys(("factor", "scale", "per_scale"), "fp32")
     compiled = _compile_gluon(kernel, types, constants, aligned=True)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
@@ -318,48 +321,48 @@ def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_b
     assert not _overwritten_operands(code)
 
 
-@pytest.mark.parametrize("head_dim", hopper.STAGES)
+@pytest.mark.parametrize("head_dim", forward.STAGES)
 @pytest.mark.parametrize(
     ("sink", "has_alpha", "has_beta", "gate"),
     [(0, 0, 0, 0), (2, 0, 0, 0), (0, 1, 1, 0), (2, 1, 1, 1), (0, 0, 0, 2), (0, 1, 1, 2), (2, 1, 1, 2)],
 )
 def test_row_gradients_fit_and_hardly_spill(sink, has_alpha, has_beta, gate, head_dim, tmp_path):
-    kernel, parts = hopper_rows.row_gradients_kernel, head_dim // hopper_backward.TILE_COLUMNS
+    kernel, parts = preprocess_kernel.row_gradients_kernel, head_dim // backward.TILE_COLUMNS
     constants = {"SINK": sink, "HAS_ALPHA": bool(has_alpha), "HAS_BETA": bool(has_beta), "GATE": gate}
     constants |= {"GROUP": 3, "D": head_dim, "SAVED": 8}
-    constants |= {"STAGES": hopper_backward.SLOTS[gate == 2]}
+    constants |= {"STAGES": backward.SLOTS[gate == 2]}
     is_absent = dict.fromkeys(("p_sink", "p_dsink"), sink != 2) | dict.fromkeys(("p_alpha", "p_dalpha"), not has_alpha)
     is_absent |= dict.fromkeys(("d_v", "p_before", "p_beta", "p_dbeta", "p_totals"), not has_beta)
     is_absent |= dict.fromkeys(("p_gate", "p_dgate"), gate != 1)
     is_absent |= dict.fromkeys(("d_gate", "d_do", "d_dgate"), gate != 2)
     is_absent |= {"p_delta": has_alpha and has_beta and gate != 1, "p_shift": not has_beta or gate != 1}
     constants |= dict.fromkeys(name for name, absent in is_absent.items() if absent)
-    tile = _descriptor("bf16", hopper_backward.TILE_ROWS // parts, parts, hopper_backward.TILE_COLUMNS)
+    tile = _descriptor("bf16", backward.TILE_ROWS // parts, parts, backward.TILE_COLUMNS)
     types = {name: tile for name in kernel.arg_names if name.startswith("d_") and name not in constants}
     types["p_do"] = "*bf16"
-    options = {"num_warps": 4, "maxnreg": hopper_backward.ROW_REGISTERS}
+    options = {"num_warps": 4, "maxnreg": backward.ROW_REGISTERS}
     compiled = _compile_gluon(kernel, types, constants, options, aligned=True)
-    programs = hopper_backward.PROGRAMS[gate == 2]
+    programs = backward.PROGRAMS[gate == 2]
     # A program takes one KiB besides.
     assert programs * (compiled.metadata.shared + 1024) <= SHARED_LIMIT[90] + 1024
     assert _stack(compiled, tmp_path) <= 16
     code = _tool("--dump-sass", tmp_path / "kernel.cubin")
     assert not _overwritten_operands(code)
     # Eight warps, of which registers of threads that only ask go to those that compute.
-    assert programs * 8 * 32 * hopper_backward.ROW_REGISTERS <= 65536
+    assert programs * 8 * 32 * backward.ROW_REGISTERS <= 65536
     assert "USETMAXREG.TRY_ALLOC" in code
 
 
 def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype: str):
-    constants = {"N": hopper.ROWS, "D": head_dim, "STAGES": hopper.STAGES[head_dim], "SINK": sink}
+    constants = {"N": forward.ROWS, "D": head_dim, "STAGES": forward.STAGES[head_dim], "SINK": sink}
     constants |= {"AFFINE": is_affine, "GATE": gate, "SEGMENT": 64, "SAVED": 16}
-    types = dict.fromkeys(("d_q", "d_gate", "d_o", "d_y"), _descriptor(dtype, hopper.ROWS // 2, head_dim))
-    types |= dict.fromkeys(("d_k", "d_v"), _descriptor(dtype, hopper.ROWS, head_dim))
+    types = dict.fromkeys(("d_q", "d_gate", "d_o", "d_y"), _descriptor(dtype, forward.ROWS // 2, head_dim))
+    types |= dict.fromkeys(("d_k", "d_v"), _descriptor(dtype, forward.ROWS, head_dim))
     types |= dict.fromkeys(("p_order", "p_tiles"), "*i32") | dict.fromkeys(("factor", "constant_sink"), "fp32")
     is_absent = {"p_sink": sink != 2, "p_gate": gate != 1, "d_gate": gate != 2}
     is_absent |= dict.fromkeys(("p_alpha", "p_beta", "p_sums"), not is_affine)
     constants |= dict.fromkeys(name for name, absent in is_absent.items() if absent)
-    return _compile_gluon(hopper_forward.hopper_forward_kernel, types, constants)
+    return _compile_gluon(forward_kernel.hopper_forward_kernel, types, constants)
 
 
 def _descriptor(dtype: str, *tile: int) -> str:

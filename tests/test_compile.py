@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
 from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
-from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels import launch
 from tests.cases import SPECS
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
@@ -60,7 +60,7 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
 
 def test_a_batch_of_any_size_is_exported_up_to_what_a_grid_holds(monkeypatch):
     """As on CUDA, where the choice of an engine has a limit: torch must be able to name it."""
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
 
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, alpha: Tensor) -> Tensor:

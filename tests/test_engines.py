@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from affine_attn import Mask, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core import call as call_module
+from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import checked_call
 from affine_attn.engines import flex
 from affine_attn.engines.operator import on_its_device
 from affine_attn.engines.plan import ENGINES
+from affine_attn.kernels import availability, launch
 from affine_attn.kernels.device import kept
-from affine_attn.kernels.epilogue import eager as epilogue
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import forward as hopper
-from affine_attn.kernels.visible_sums.launch import sums_in_blocks, sums_in_blocks_backward
+from affine_attn.kernels.epilogue import eager
+from affine_attn.kernels.sm90 import forward as sm90_forward
 from tests.cases import CASES, MASKS, SINKS, SPECS, Case
 from tests.fp32_sums import assert_fp32_sums
 
@@ -174,7 +174,7 @@ def test_flex_on_rows_without_keys_and_infinite_sinks(mask):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_the_torch_epilogue_are_fp32_sums_that_are_rounded_once(causal):
-    assert_fp32_sums(epilogue, torch.bfloat16, causal)
+    assert_fp32_sums(eager, torch.bfloat16, causal)
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "blocked"])
@@ -281,10 +281,10 @@ def test_row_factors_of_either_sign_on_cuda(name, mask, shape):
 
 
 def test_more_heads_than_an_axis_of_a_grid_has_programs(monkeypatch):
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
     q = torch.empty(40_000, 2, 1, 64, dtype=torch.bfloat16, device="meta")
     call = checked_call(q, q, q, alpha=q[..., 0].float(), beta=q[..., 0].float())
-    for module in (fused, hopper, ENGINES["triton"]):
+    for module in (availability, sm90_forward, ENGINES["triton"]):
         assert "65535 heads" in module.why_not(call)
     assert ENGINES["decode"].why_not(call) is None  # its grid has the sequences alone there
 

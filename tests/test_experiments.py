@@ -22,7 +22,7 @@ from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
-from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.nn.alpha import alpha_gates
 from experiments import (
@@ -103,7 +103,7 @@ def test_a_replayed_step_is_the_step(recipe, tmp_path, monkeypatch):
     """Losses show that rates, batches, targets and moving averages reach a CUDA graph anew at every step."""
     # A low rate: at high ones rounding grows fast. Documents that do not see each other are looked for on the host.
     group = a_group(replace(recipe, steps=12, documents=False), "softmax", "affine", rate=1e-4)
-    monkeypatch.setattr(fused, "_LONG", 0)  # with a second stream, as at lengths that are worth training
+    monkeypatch.setattr(epilogue, "_LONG", 0)  # with a second stream, as at lengths that are worth training
     replayed = trained(group, tmp_path / "replayed")
     monkeypatch.setattr(replay, "EAGER_STEPS", 10**9)
     for name, run in trained(group, tmp_path / "eager").items():

@@ -8,8 +8,8 @@ import torch
 from affine_attn import Mask, attention, explain
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Call, Gradients, Output, checked_call
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels.sm90 import backward as sm90_backward
+from affine_attn.kernels.sm90 import forward as sm90_forward
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture
@@ -28,12 +28,12 @@ SHAPES = [
 ]
 
 
-MEASURED = hopper_backward.LENGTHS
+MEASURED = sm90_backward.LENGTHS
 
 
 @pytest.fixture(autouse=True)
 def _any_length(monkeypatch):
-    monkeypatch.setattr(hopper_backward, "LENGTHS", range(1, 1 << 20))
+    monkeypatch.setattr(sm90_backward, "LENGTHS", range(1, 1 << 20))
 
 
 def test_the_kernel_on_the_cpu():
@@ -48,7 +48,7 @@ def test_gradients(name, shape, simulate):  # noqa: F811
     # Not in bfloat16, for which Triton's interpreter has no negative numbers.
     inputs = random_inputs(ALL_SPECS[name], shape, torch.float16)
     inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-    assert hopper_backward.why_not(checked_call(**inputs)) is None
+    assert sm90_backward.why_not(checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -56,14 +56,14 @@ def test_gradients(name, shape, simulate):  # noqa: F811
 def test_explain_names_it(simulate):  # noqa: F811
     simulate(seed=0)
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 40, 40, 64), torch.float16)
-    assert "with that epilogue; a backward of our own)" in explain(**inputs, impl="sdpa")
+    assert "with that epilogue; the sm90 backward)" in explain(**inputs, impl="sdpa")
     assert "fused kernels after it)" in explain(**inputs, mask=Mask(causal=False), impl="sdpa")
 
 
 def with_negative_rows(shape: Shape) -> tuple[Call, Output]:
     call = checked_call(**random_inputs(SPECS["affine"], shape, torch.float16))
     call = replace(call, alpha=call.alpha - 0.5)
-    return call, hopper.forward(call)
+    return call, sm90_forward.forward(call)
 
 
 @interpreted
@@ -75,12 +75,12 @@ def test_any_gradient_of_y(simulate):  # noqa: F811
     dy = torch.randn_like(call.q)
     shifted = torch.empty(dy.numel() + 1, dtype=dy.dtype)[1:].view(dy.shape).copy_(dy)
     tokens_first = dy.transpose(1, 2).contiguous().transpose(1, 2)
-    expected = hopper_backward.backward(call, dy.clone(), output)
+    expected = sm90_backward.backward(call, dy.clone(), output)
     for given in (shifted, tokens_first):
-        assert same(hopper_backward.backward(call, given, output), expected)
+        assert same(sm90_backward.backward(call, given, output), expected)
         assert torch.equal(given, dy)
     one, all_ones = torch.ones(1, dtype=dy.dtype).expand(dy.shape), torch.ones_like(dy)
-    assert same(hopper_backward.backward(call, one, output), hopper_backward.backward(call, all_ones, output))
+    assert same(sm90_backward.backward(call, one, output), sm90_backward.backward(call, all_ones, output))
 
 
 @interpreted
@@ -90,8 +90,8 @@ def test_a_gradient_of_y_that_is_an_input(name, simulate):  # noqa: F811
     simulate(seed=0)
     call, output = with_negative_rows(Shape(1, 2, 2, 140, 140, 64))
     dy = getattr(call, name)
-    expected = hopper_backward.backward(call, dy.clone(), output)
-    assert same(hopper_backward.backward(call, dy, output), expected)
+    expected = sm90_backward.backward(call, dy.clone(), output)
+    assert same(sm90_backward.backward(call, dy, output), expected)
 
 
 @interpreted
@@ -104,9 +104,9 @@ def test_a_failed_launch_leaves_the_gradient_of_y_as_it_was(simulate, monkeypatc
     def fails(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(hopper_backward, "launch", fails)
+    monkeypatch.setattr(sm90_backward, "launch", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
-        hopper_backward.backward(call, dy, output)
+        sm90_backward.backward(call, dy, output)
     assert torch.equal(dy, before)
 
 
@@ -130,13 +130,13 @@ def test_beta_without_alpha(gate, simulate):  # noqa: F811
     simulate(seed=0)
     inputs = random_inputs(replace(SPECS["affine"], gate=gate), Shape(1, 2, 1, 100, 100, 128), torch.float16)
     inputs = {name: x - 0.5 if name == "gate" else x for name, x in inputs.items() if name != "alpha"}
-    assert hopper_backward.why_not(checked_call(**inputs)) is None
+    assert sm90_backward.why_not(checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
 def test_programs_have_as_many_items_as_others_or_one_less():
     for items, most in ((4096, 264), (4096, 132), (9, 4), (1, 264), (264, 264), (265, 264)):
-        programs = hopper_backward._even(items, most)
+        programs = sm90_backward._even(items, most)
         counts = [len(range(program, items, programs)) for program in range(programs)]
         assert programs <= most
         assert max(counts) - min(counts) <= 1
@@ -153,7 +153,7 @@ def test_what_is_timed_beside_cudnn_runs_and_is_checked(simulate, monkeypatch): 
     for timed in (of_forward.functions(call), of_backward.functions(call)):
         for function in timed.values():
             function()
-    monkeypatch.setattr(hopper_backward, "rounded", lambda call, sums: torch.zeros_like(call.q))
+    monkeypatch.setattr(sm90_backward, "rounded", lambda call, sums: torch.zeros_like(call.q))
     with pytest.raises(ValueError, match="dq differs by 1"):
         of_backward.functions(call)
 
@@ -163,7 +163,7 @@ def given(shape: Shape, dtype: torch.dtype) -> tuple[Call, torch.Tensor, Output]
     # Of either sign, and none so near 0 that log-sum-exp is infinite.
     alpha = call.alpha - 0.5
     call = replace(call, alpha=alpha.where(alpha.abs() > 0.01, 0.01))
-    return call, torch.randn_like(call.q), hopper.forward(call)
+    return call, torch.randn_like(call.q), sm90_forward.forward(call)
 
 
 def same(found: Gradients, right: Gradients, tolerance: float = 2e-3) -> bool:
@@ -180,10 +180,10 @@ def same(found: Gradients, right: Gradients, tolerance: float = 2e-3) -> bool:
 def test_no_order_of_events_changes_a_bit_of_what_has_one(shape, simulate):  # noqa: F811
     simulate(seed=0)
     call, dy, output = given(shape, torch.float16)
-    first = hopper_backward.backward(call, dy, output)
+    first = sm90_backward.backward(call, dy, output)
     for seed in range(1, 8):
         simulate(seed)
-        assert same(hopper_backward.backward(call, dy, output), first, tolerance=2e-4)
+        assert same(sm90_backward.backward(call, dy, output), first, tolerance=2e-4)
 
 
 # Mistakes, by what they replace and with what, and the shape that meets them.
@@ -230,11 +230,11 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
     old, new, shape = MISTAKES[name]
     simulate(seed=0)
     call, dy, output = given(shape, torch.float16)
-    right = hopper_backward.backward(call, dy, output)
+    right = sm90_backward.backward(call, dy, output)
 
     def is_wrong(seed: int) -> bool:
         simulate(seed, backward=mistake(old, new))
-        return not same(hopper_backward.backward(call, dy, output), right)
+        return not same(sm90_backward.backward(call, dy, output), right)
 
     assert shows_in_some_order(is_wrong)
 
@@ -281,11 +281,11 @@ def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
     simulate(seed=0)
     call = checked_call(**random_inputs(SPECS[spec], Shape(3, heads, 2, 100, 100, 128), torch.float16))
     call = replace(call, alpha=call.alpha - 0.5)
-    dy, output = torch.randn_like(call.q), hopper.forward(call)
+    dy, output = torch.randn_like(call.q), sm90_forward.forward(call)
 
     def rows(seed: int, edit=lambda source: source) -> list[torch.Tensor]:
         simulate(seed, rows=edit)
-        found = hopper_backward.RowGradients(call, dy.clone(), output)
+        found = sm90_backward.RowGradients(call, dy.clone(), output)
         found.launch()
         return [
             found.delta,
@@ -293,7 +293,7 @@ def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
             found.dbeta,
             found.after,
             found.do,
-            *([found.dgate] if found.is_by_channel else []),
+            *([found.dgate] if found.is_elementwise else []),
         ]
 
     right = rows(0)
@@ -308,29 +308,29 @@ def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
 @interpreted
 def test_sizes_are_those_of_the_kernel():
     from affine_attn.kernels.sm90 import backward_kernel as kernels
-    from affine_attn.kernels.sm90 import preprocess_kernel as hopper_rows
+    from affine_attn.kernels.sm90 import preprocess_kernel
 
-    assert (kernels.M.value, kernels.HALF.value, kernels.N.value) == (64, 64, hopper.ROWS)
-    assert (hopper_backward.QUERIES, hopper_backward.HALF) == (64, 64)
-    tile = hopper_rows.ROWS.value, hopper_rows.COLUMNS.value
-    assert tile == (hopper_backward.TILE_ROWS, hopper_backward.TILE_COLUMNS)
+    assert (kernels.M.value, kernels.HALF.value, kernels.N.value) == (64, 64, sm90_forward.ROWS)
+    assert (sm90_backward.QUERIES, sm90_backward.HALF) == (64, 64)
+    tile = preprocess_kernel.ROWS.value, preprocess_kernel.COLUMNS.value
+    assert tile == (sm90_backward.TILE_ROWS, sm90_backward.TILE_COLUMNS)
 
 
 def test_deterministic_algorithms_leave_it_alone(monkeypatch):
     call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 1, 64, 64, 64), torch.bfloat16))
-    monkeypatch.setattr(hopper_backward.hopper, "why_no_kernel", lambda _: None)
-    assert hopper_backward.why_not(call) is None  # tests only warn
+    monkeypatch.setattr(sm90_backward.forward, "why_no_kernel", lambda _: None)
+    assert sm90_backward.why_not(call) is None  # tests only warn
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: False)
-    assert "in no fixed order" in str(hopper_backward.why_not(call))
+    assert "in no fixed order" in str(sm90_backward.why_not(call))
 
 
 def test_other_lengths_are_left_to_the_stock_kernel(monkeypatch):
-    monkeypatch.setattr(hopper_backward.hopper, "why_no_kernel", lambda _: None)
-    monkeypatch.setattr(hopper_backward, "LENGTHS", MEASURED)
+    monkeypatch.setattr(sm90_backward.forward, "why_no_kernel", lambda _: None)
+    monkeypatch.setattr(sm90_backward, "LENGTHS", MEASURED)
     taken = []
     for length in (1, 2047, 2048, 8192, 8193):
         q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device="meta")
-        taken += [length] if hopper_backward.why_not(checked_call(q, q, q)) is None else []
+        taken += [length] if sm90_backward.why_not(checked_call(q, q, q)) is None else []
     assert taken == [2048, 8192]
 
 
@@ -362,7 +362,7 @@ def test_gradients_on_a_gpu(name, shape, dtype):
     for largest_logit in (None, 300.0):
         inputs = random_inputs(ALL_SPECS[name], shape, dtype, "cuda", largest_logit=largest_logit)
         inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-        assert hopper_backward.why_not(checked_call(**inputs)) is None
+        assert sm90_backward.why_not(checked_call(**inputs)) is None
         assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -372,13 +372,13 @@ def test_gradients_on_a_gpu(name, shape, dtype):
 def test_gradients_of_runs_and_graphs_on_a_gpu(head_dim):
     """The same bits wherever additions have an order, in every run and in a CUDA graph."""
     call = checked_call(**random_inputs(SPECS["affine"], Shape(4, 12, 4, 1000, 1000, head_dim), torch.bfloat16, "cuda"))
-    output, dy = hopper.forward(call), torch.randn_like(call.q)
-    first = hopper_backward.backward(call, dy, output)
+    output, dy = sm90_forward.forward(call), torch.randn_like(call.q)
+    first = sm90_backward.backward(call, dy, output)
     for _ in range(20):
-        assert same(hopper_backward.backward(call, dy, output), first)
+        assert same(sm90_backward.backward(call, dy, output), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_backward.backward(call, dy, output)
+        captured = sm90_backward.backward(call, dy, output)
     for x in captured:
         if x is not None:
             x.fill_(float("nan"))

@@ -9,7 +9,7 @@ import torch
 from affine_attn import attention
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Output, checked_call
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels.sm90 import forward as sm90_forward
 from tests.cases import SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.simulated_hopper import on_hopper, simulate  # noqa: F401, a fixture
@@ -40,7 +40,7 @@ def test_values_and_gradients(name, shape, simulate):  # noqa: F811
     # Not in bfloat16, for which Triton's interpreter has no negative numbers: the backward's kernels run there.
     inputs = random_inputs(ALL_SPECS[name], shape, torch.float16)
     inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-    assert hopper.why_not(checked_call(**inputs)) is None
+    assert sm90_forward.why_not(checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -54,8 +54,8 @@ def test_views_and_sinks_of_tokens(simulate):  # noqa: F811
     sink = torch.randn(2, 2, 140, 8)[..., 3]
     sink[..., ::7], sink[..., 1::7], sink[..., 2::7] = float("inf"), float("-inf"), 200.0
     changed = inputs | {"q": q, "k": k, "v": v, "gate": gate, "sink": sink}
-    assert hopper.why_not(checked_call(**changed)) is None
-    output = hopper.forward(checked_call(**changed))
+    assert sm90_forward.why_not(checked_call(**changed)) is None
+    output = sm90_forward.forward(checked_call(**changed))
     expected = attention(**{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in changed.items()})
     torch.testing.assert_close(output.y.double(), expected, atol=2e-3, rtol=2e-3)
 
@@ -68,7 +68,7 @@ def test_no_order_of_events_changes_a_bit(name, shape, simulate):  # noqa: F811
     outputs: list[Output] = []
     for seed in range(8):
         simulate(seed)
-        outputs.append(hopper.forward(call))
+        outputs.append(sm90_forward.forward(call))
         assert all(torch.equal(x, first) for x, first in zip(outputs[-1], outputs[0], strict=True))
 
 
@@ -109,11 +109,11 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
     spec = ALL_SPECS["sink+affine" if name == "o is overwritten" else "sink+affine+elementwise"]
     calls = [checked_call(**random_inputs(spec, replace(SIMULATED[0], head_dim=d), torch.bfloat16)) for d in (64, 128)]
     simulate(seed=0)
-    right = [hopper.forward(call) for call in calls]
+    right = [sm90_forward.forward(call) for call in calls]
 
     def is_wrong(seed: int) -> bool:
         simulate(seed, forward=mistake(*MISTAKES[name]))
-        found = (hopper.forward(call) for call in calls)
+        found = (sm90_forward.forward(call) for call in calls)
         return not all(torch.equal(x, y) for a, b in zip(found, right, strict=True) for x, y in zip(a, b, strict=True))
 
     assert shows_in_some_order(is_wrong)
@@ -137,14 +137,14 @@ def test_programs_share_the_tiles_evenly():
     for batch, heads, blocks in product((1, 3), (2, 40), (1, 16)):
         with torch.device("meta"):  # the default one must not matter
             costs = tuple(n + 1.5 for n in range(blocks))
-            tiles, counts = hopper.order(batch, heads, heads // 2, costs, 32, 7, torch.device("cpu"))
+            tiles, counts = sm90_forward.order(batch, heads, heads // 2, costs, 32, 7, torch.device("cpu"))
         lists = [row[:n] for row, n in zip(tiles.tolist(), counts.tolist(), strict=True)]
-        firsts = range(0, blocks * hopper.ROWS, hopper.ROWS)
+        firsts = range(0, blocks * sm90_forward.ROWS, sm90_forward.ROWS)
         every = [[b, h, h // 2, first] for b in range(batch) for h in range(heads) for first in firsts]
         assert sorted(tile for row in lists for tile in row) == every
         assert tiles.shape[1] > counts.max()  # each looks one further
         if heads == 40:
-            work = [sum(first // hopper.ROWS + 1 for *_, first in row) for row in lists]
+            work = [sum(first // sm90_forward.ROWS + 1 for *_, first in row) for row in lists]
             assert max(work) <= 1.1 * sum(work) / len(work)
 
 
@@ -170,7 +170,7 @@ def test_values_and_gradients_on_a_gpu(name, shape, dtype):
     }
     large = {"sink": inputs["sink"] + 200} if isinstance(inputs.get("sink"), torch.Tensor) else {}
     for changed in (inputs, inputs | in_models, inputs | large):
-        assert hopper.why_not(checked_call(**changed)) is None
+        assert sm90_forward.why_not(checked_call(**changed)) is None
         assert not [d for d in deviations("sdpa", changed) if not d.within]
         assert torch.equal(attention(**changed, impl="sdpa"), attention(**changed, impl="sdpa"))
 
@@ -184,7 +184,7 @@ def test_views_on_a_gpu():
     q, k, v = (x.transpose(1, 2) for x in qkv.split(4, 2))
     sink = torch.randn(2, 4, 300, 8, device="cuda")[..., 3]
     changed = inputs | {"q": q, "k": k, "v": v, "sink": sink}
-    assert hopper.why_not(checked_call(**changed)) is None
+    assert sm90_forward.why_not(checked_call(**changed)) is None
     assert not [d for d in deviations("sdpa", changed) if not d.within]
 
 
@@ -198,7 +198,7 @@ def test_many_steps_on_a_gpu():
     last = call.q[:, :, -256:].double() @ call.k.mT.double() / 8
     visible = torch.arange(16384, device="cuda") <= torch.arange(16384 - 256, 16384, device="cuda")[:, None]
     exact = last.masked_fill(~visible, float("-inf")).logsumexp(-1)
-    assert float((hopper.forward(call).saved_lse[:, :, -256:] - exact).abs().max()) < 5e-4
+    assert float((sm90_forward.forward(call).saved_lse[:, :, -256:] - exact).abs().max()) < 5e-4
 
 
 @pytest.mark.gpu

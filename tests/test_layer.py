@@ -18,7 +18,7 @@ from affine_attn.core.call import checked_call
 from affine_attn.core.spec import Logit, decode_logit, encode_logit
 from affine_attn.engines import decode
 from affine_attn.engines import flash as triton
-from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels import launch
 from affine_attn.nn.rope import rotate
 from tests.cases import SPECS
 
@@ -254,7 +254,7 @@ def test_a_logit_the_kernels_do_not_know_is_never_taken_for_another(logits, monk
         kind = "other"
 
     # As if Triton ran here: what is asked is the engines' own knowledge.
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
     q = torch.randn(1, 1, 4, 16)
     known = checked_call(q, q, q)
     for engine in (decode, triton):

@@ -8,7 +8,8 @@ from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.engines import decode
 from affine_attn.engines import flash as triton
-from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels import availability, launch
+from affine_attn.kernels.epilogue import launch as epilogue
 from tests.cases import CASES, MASKS, SINKS, SPECS
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.fp32_sums import assert_fp32_sums
@@ -28,9 +29,9 @@ def test_the_kernels_in_the_interpreter():
 
 @interpreted
 def test_the_kernels_are_really_used():
-    assert fused.INTERPRETED
+    assert launch.INTERPRETED
     q = torch.randn(1, 1, 4, 16)
-    assert fused.why_not(checked_call(q, q, q, sink=0.0)) is None
+    assert availability.why_not(checked_call(q, q, q, sink=0.0)) is None
 
 
 @interpreted
@@ -65,8 +66,12 @@ def test_no_two_gradients_share_memory():
     """An operator, which is what a compiled model calls, may not return two views of one tensor."""
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 70, 70, 64))
     call = checked_call(**inputs)
-    output = fused.finish(call, lambda: (torch.randn_like(call.q), torch.randn(call.q.shape[:3])))
-    gradients = fused.gradients(call, torch.randn_like(call.q), output, lambda *_: call.flat()[:3])
+    attended = torch.randn_like(call.q), torch.randn(call.q.shape[:3])
+    output = epilogue.apply_epilogue(call, *attended, epilogue.begin(call))
+    rows = epilogue.RowGradients(call, torch.randn_like(call.q), output)
+    with rows.incoming():
+        pass
+    gradients = rows.finish(*call.flat()[:3])
     given = [x for x in gradients if x is not None]
     assert len(given) == 5
     assert len({x.untyped_storage().data_ptr() for x in given}) == 5
@@ -88,16 +93,14 @@ def test_a_failed_backward_leaves_the_incoming_gradient_as_it_was():
     inputs = random_inputs(SPECS["affine"], SHAPES[0])
     inputs["alpha"] -= 0.5
     call = checked_call(**inputs)
-    output = fused.finish(call, lambda: (torch.randn_like(call.q), torch.randn(call.q.shape[:3])))
+    attended = torch.randn_like(call.q), torch.randn(call.q.shape[:3])
+    output = epilogue.apply_epilogue(call, *attended, epilogue.begin(call))
     dy = torch.randn_like(call.q)
     before = dy.clone()
-
-    def fails(do: torch.Tensor, *_):
-        assert not torch.equal(do, before)
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fused.gradients(call, dy, output, fails)
+    with pytest.raises(RuntimeError, match="out of memory"):  # noqa: SIM117
+        with epilogue.RowGradients(call, dy, output).incoming() as do:
+            assert not torch.equal(do, before)
+            raise RuntimeError("out of memory")
     assert torch.equal(dy, before)
 
 
@@ -134,7 +137,7 @@ def test_rows_without_keys_and_infinite_sinks():
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_the_fused_epilogue_are_fp32_sums(causal):
     """Under a causal mask what a segment's own queries add to dv is kept in 16 bits on the way."""
-    assert_fp32_sums(fused, torch.float16, causal, is_dv_rounded_once=not causal)
+    assert_fp32_sums(epilogue, torch.float16, causal, is_dv_rounded_once=not causal)
 
 
 @interpreted

@@ -16,8 +16,8 @@ from affine_attn.core.nonfinite import guarded, guarded_backward
 from affine_attn.core.spec import LogN
 from affine_attn.core.stages import row_dtype
 from affine_attn.engines.operator import register
-from affine_attn.kernels.epilogue import eager as epilogue
-from affine_attn.kernels.epilogue import launch as fused
+from affine_attn.kernels import availability
+from affine_attn.kernels.epilogue import eager, launch
 from affine_attn.kernels.visible_sums import launch as visible_sums
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
@@ -29,35 +29,34 @@ def compose(
     name: str,
     attend: Attention,
     attend_backward: EngineBackward,
-    look_on: tuple[str, ...],
-    at_once: ModuleType | None = None,
-    backward_at_once: ModuleType | None = None,
+    guarded_on: tuple[str, ...],
+    fused_forward: ModuleType | None = None,
+    fused_backward: ModuleType | None = None,
 ):
-    """The engine's ``run``; ``look_on`` are the devices where non-finite keys and values are looked for.
+    """Return the engine's ``run``; ``guarded_on`` are the devices where non-finite keys and values are looked for.
 
-    ``at_once`` has a forward that does all stages, for the calls that its ``why_not`` lets through, and
-    ``backward_at_once`` a backward likewise. What a forward saves suits either backward.
+    ``fused_forward`` has a forward that does all stages, for the calls that its ``why_not`` lets through, and
+    ``fused_backward`` a backward likewise. What a forward saves suits either backward.
     """
 
     def forward(call: Call) -> Output:
-        if at_once is not None and at_once.why_not(call) is None:
-            return at_once.forward(row_scaled(call))
-
-        def attention() -> tuple[Tensor, Tensor]:
-            o, z = attend(row_scaled(call))
-            return _like_q(o, call), z.contiguous()
-
-        output = _stages(call).finish(call, attention)
+        if fused_forward is not None and fused_forward.why_not(call) is None:
+            return fused_forward.forward(row_scaled(call))
+        epilogue = _epilogue(call)
+        begun = epilogue.begin(call)
+        o, z = attend(row_scaled(call))
+        output = epilogue.apply_epilogue(call, _like_q(o, call), z.contiguous(), begun)
         return output._replace(y=_like_q(output.y, call))
 
     def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         scaled = row_scaled(call)
-        if backward_at_once is not None and backward_at_once.why_not(call) is None:
-            dq, *rest = backward_at_once.backward(scaled, dy, output)
+        if fused_backward is not None and fused_backward.why_not(call) is None:
+            dq, *rest = fused_backward.backward(scaled, dy, output)
         else:
-            dq, *rest = _stages(call).gradients(
-                call, dy, output, lambda do, out, lse: attend_backward(scaled, do, out, lse)
-            )
+            rows = _epilogue(call).RowGradients(call, dy, output)
+            with rows.incoming() as do:
+                gradients = attend_backward(scaled, do, rows.out, output.saved_lse)
+            dq, *rest = rows.finish(*gradients)
         if isinstance(call.logit, LogN):
             _times_row_scale(call, dq, dq)
         return dq, *rest
@@ -66,25 +65,25 @@ def compose(
         y = torch.empty_like(call.q)
         z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
         is_plain = call.alpha is None and call.beta is None and call.gate is None
-        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _stages(call).new_saved_sums(call))
+        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, _epilogue(call).new_saved_sums(call))
 
-    return register(name, guarded(forward, look_on), guarded_backward(forward, backward, look_on), fake)
+    return register(name, guarded(forward, guarded_on), guarded_backward(forward, backward, guarded_on), fake)
 
 
 def why_not_beta(call: Call) -> str | None:
     """Why the epilogue cannot sum the visible values, or None: in torch it sums prefixes only."""
     if call.beta is None:
         return None
-    if fused.why_not(call) is None:
+    if availability.why_not(call) is None:
         return visible_sums.why_not(call)
     for name in call.mask.restrictions:
         return f"the epilogue cannot sum the values that mask.{name} leaves visible"
     return None
 
 
-def _stages(call: Call) -> ModuleType:
-    """Where stages 2 to 4 run: fused kernels, or torch."""
-    return epilogue if fused.why_not(call) else fused
+def _epilogue(call: Call) -> ModuleType:
+    """Return where stages 2 to 4 run: fused kernels, or torch."""
+    return eager if availability.why_not(call) else launch
 
 
 def row_scaled(call: Call) -> Call:
@@ -96,8 +95,8 @@ def row_scaled(call: Call) -> Call:
 
 def _times_row_scale(call: Call, x: Tensor, out: Tensor) -> Tensor:
     scale = LogN.row_scale(call.count(), row_dtype(x))
-    if fused.why_not(call) is None:
-        return fused.scale_rows(x, scale, out)
+    if availability.why_not(call) is None:
+        return launch.scale_rows(x, scale, out)
     # Written in x's type at once: the product by itself would be fp32, three times the bytes to move.
     return torch.mul(x, scale[..., None], out=out)
 

@@ -7,17 +7,15 @@ from torch.autograd import forward_ad
 
 from affine_attn.core import reference
 from affine_attn.core.call import Call
-from affine_attn.engines import blocked, decode, flex, sdpa
-from affine_attn.engines import flash as triton
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.engines import blocked, decode, flash, flex, sdpa
+from affine_attn.kernels import availability
+from affine_attn.kernels.sm90 import backward, forward
 
 # An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
 ENGINES: dict[str, ModuleType] = {
     "decode": decode,
     "sdpa": sdpa,
-    "triton": triton,
+    "triton": flash,
     "flex": flex,
     "blocked": blocked,
     "reference": reference,
@@ -42,15 +40,15 @@ def explanation(call: Call, impl: str = "auto") -> str:
 
 
 def _epilogue_note(name: str, call: Call) -> str:
-    """Where the stages after the attention run, for the engines that have them apart."""
+    """Return where the stages after the attention run, for the engines that have them apart."""
     if name not in ("sdpa", "triton"):
         return ""
-    if (reason := fused.why_not(call)) is not None:
+    if (reason := availability.why_not(call)) is not None:
         return f"; torch operations after it, since {reason}"
-    has_own_forward = name == "sdpa" and hopper.why_not(call) is None
-    has_own_backward = name == "sdpa" and hopper_backward.why_not(call) is None
-    forward = "its forward is one kernel of our own with that epilogue" if has_own_forward else "fused kernels after it"
-    return f"; {forward}{'; a backward of our own' if has_own_backward else ''}"
+    has_sm90_forward = name == "sdpa" and forward.why_not(call) is None
+    has_sm90_backward = name == "sdpa" and backward.why_not(call) is None
+    note = "the sm90 forward with that epilogue" if has_sm90_forward else "fused kernels after it"
+    return f"; {note}{'; the sm90 backward' if has_sm90_backward else ''}"
 
 
 def choose(call: Call, impl: str) -> str:

@@ -1,17 +1,16 @@
 """Engine ``sdpa``: PyTorch's own fused attention, plus the row-wise epilogue, as one differentiable operator.
 
 Which aten operator runs (its *kernel*) depends on the machine: cuDNN or flash on CUDA, flash-for-CPU on the CPU. On
-Hopper kernels of our own do some forwards and backwards whole (kernels/sm90/forward.py, kernels/sm90/backward.py).
+Hopper the sm90 kernels do some forwards and backwards whole (kernels/sm90).
 """
 
 from torch import Tensor
 
 from affine_attn.core.call import Call
 from affine_attn.core.spec import LogN
-from affine_attn.engines import aten as stock
+from affine_attn.engines import aten
 from affine_attn.engines.compose import compose, why_not_beta
-from affine_attn.kernels.sm90 import backward as hopper_backward
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels.sm90 import backward, forward
 
 DESCRIPTION = "PyTorch's fused attention with a row-wise epilogue"
 
@@ -21,15 +20,15 @@ def why_not(call: Call) -> str | None:
         return f"a stock kernel has plain scores, or those of LogN, not the {type(call.logit).__name__} logit"
     for name in call.mask.tensors:
         return f"a stock kernel has no mask.{name}"
-    return why_not_beta(call) or stock.why_not(call.q, call.k, call.mask.causal, call.mask.window)
+    return why_not_beta(call) or aten.why_not(call.q, call.k, call.mask.causal, call.mask.window)
 
 
 def _attend(call: Call) -> tuple[Tensor, Tensor]:
-    return stock.forward(call.q, call.k, call.v, call.scale, call.mask.causal, call.mask.window)
+    return aten.forward(call.q, call.k, call.v, call.scale, call.mask.causal, call.mask.window)
 
 
 def _attend_backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return stock.backward(do, call.q, call.k, call.v, out, lse, call.scale, call.mask.causal, call.mask.window)
+    return aten.backward(do, call.q, call.k, call.v, out, lse, call.scale, call.mask.causal, call.mask.window)
 
 
-run = compose("sdpa", _attend, _attend_backward, ("cpu",), at_once=hopper, backward_at_once=hopper_backward)
+run = compose("sdpa", _attend, _attend_backward, ("cpu",), fused_forward=forward, fused_backward=backward)

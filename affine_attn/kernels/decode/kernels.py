@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from affine_attn.kernels.constants import LN2, LOG2E
 
 
 @triton.jit
@@ -70,7 +69,7 @@ def apply_logit(b_x, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT: tl.
     if LOGIT == 1:
         # a = sqrt(1 + 2 log(1 + t/tau)), s = a x - 2 log(1 + t/tau)
         b_log2 = tl.log2(1.0 + b_t * inverse_tau)
-        b_a = tl.sqrt(1.0 + b_log2 * (2.0 * LN_2))
+        b_a = tl.sqrt(1.0 + b_log2 * (2.0 * LN2))
         b_x = tl.where(m_query_head[:, None], b_a * b_x - 2.0 * b_log2, 0.0)
     if LOGIT == 2:
         # the slope of zero-query rows is 0
@@ -172,7 +171,7 @@ def finish_rows(
             b_sink = b_sink.to(tl.float32)
         else:
             b_sink = constant_sink
-        b_factor = b_factor / (1.0 + tl.exp2(b_sink * LOG2_E - b_z_log2))
+        b_factor = b_factor / (1.0 + tl.exp2(b_sink * LOG2E - b_z_log2))
     if p_alpha is not None:
         b_alpha = tl.load(p_alpha + batch * stride_ab + o_h * stride_ah + o_i * stride_ai, mask=m_row, other=0.0)
         b_factor = b_factor * b_alpha.to(tl.float32)
@@ -251,7 +250,7 @@ def decode_split_kernel(
     b_slope = tl.zeros([BLOCK_M], tl.float32)
     if LOGIT == 2:
         b_head = (o_h + 1).to(tl.float32)
-        b_slope = tl.where(m_query_head, tl.exp2(b_head * (-8.0 / (KV_HEADS * GROUP))) * LOG2_E, 0.0)
+        b_slope = tl.where(m_query_head, tl.exp2(b_head * (-8.0 / (KV_HEADS * GROUP))) * LOG2E, 0.0)
     b_document = o_i
     if p_padding is not None:
         p_padding += batch * stride_padding_b

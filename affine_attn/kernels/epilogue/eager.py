@@ -11,7 +11,8 @@ Everything runs tile by tile along the tokens: prefix sums of v carry from tile 
 the cache through all its operations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -43,14 +44,13 @@ def combine(
     return y if gate is None else y * gate.to(dtype)
 
 
-# () -> o, z: the engine's plain attention of the call.
-PlainAttention = Callable[[], tuple[Tensor, Tensor]]
-AttentionBackward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+def begin(call: Call) -> None:
+    """Do nothing: in torch nothing runs beside the attention."""
 
 
-def finish(call: Call, attention: PlainAttention) -> Output:
-    """Stages 2 to 4 on its (o, z), for masks without window, documents, padding or lengths and Tq <= Tk."""
-    o, z = rescale_by_sink(*attention(), call)
+def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Output:
+    """Return y and what the backward needs, for masks without window, documents, padding or lengths and Tq <= Tk."""
+    o, z = rescale_by_sink(o, z, call)
     if call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
     y = torch.empty_like(call.q)
@@ -61,47 +61,60 @@ def finish(call: Call, attention: PlainAttention) -> Output:
     return Output(y, o, z, z.new_empty(0))
 
 
-def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
-    """All gradients; ``attention_backward(do, out, lse)`` is the engine's plain backward."""
-    dtype = row_dtype(call.q)
-    o, z = output.saved_out if output.saved_out.numel() else output.y, output.saved_lse
-    do = torch.empty_like(call.q)
-    # <gate * dy, o'>: dalpha, and the sink's gradient up to row factors.
-    along_o = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
-    dbeta = None if call.beta is None else torch.empty_like(along_o)
-    dgate = None if call.gate is None else torch.empty_like(call.gate)
-    du = None if call.beta is None else torch.empty(*call.v.shape[:2], *call.q.shape[2:], dtype=dtype, device=o.device)
-    for rows, u in _value_tiles(call):
-        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-        # In fp32 before any product: those of 16-bit numbers would be rounded to 16 bits.
-        g, o_rows = dy[:, :, rows].to(dtype), o[:, :, rows]
-        if gate is not None:
-            per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)
-            dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
-            g = g * gate
-        do[:, :, rows] = g if alpha is None else g * alpha[..., None]
-        along_o[:, :, rows] = (g * o_rows).sum(-1)
-        if beta is not None and u is not None:
-            groups = _groups(g, u)
-            dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
-            du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
-    dq, dk, dv = attention_backward(do, o, z)
-    if du is not None:
-        dv = (dv + _values_backward(du, call)).to(call.v.dtype)
-    dsink = None
-    if isinstance(call.sink, Tensor):
-        along = along_o if call.alpha is None else along_o * call.alpha
-        # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
-        sink = sink_rows(call, slice(None))
-        assert sink is not None  # call.sink is a tensor
-        dsink = -torch.exp(torch.where(z == sink, 0.0, sink - z)) * along
-        dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
-    dalpha = None if call.alpha is None else along_o.to(call.alpha.dtype)
-    return dq, dk, dv, dsink, dalpha, None if dbeta is None else dbeta.to(call.beta.dtype), dgate
+class RowGradients:
+    """Gradients of sink, alpha, beta and gate, and what beta adds to dv."""
+
+    def __init__(self, call: Call, dy: Tensor, output: Output):
+        self.call, self.lse = call, output.saved_lse
+        self.out = o = output.saved_out if output.saved_out.numel() else output.y
+        dtype = row_dtype(call.q)
+        self.do = torch.empty_like(call.q)
+        # <gate * dy, o'>: dalpha, and the sink's gradient up to row factors.
+        self.along_o = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
+        self.dbeta = None if call.beta is None else torch.empty_like(self.along_o)
+        self.dgate = None if call.gate is None else torch.empty_like(call.gate)
+        values = (*call.v.shape[:2], *call.q.shape[2:])
+        self.du = None if call.beta is None else torch.empty(values, dtype=dtype, device=o.device)
+        for rows, u in _value_tiles(call):
+            alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
+            # In fp32 before any product: those of 16-bit numbers would be rounded to 16 bits.
+            g, o_rows = dy[:, :, rows].to(dtype), o[:, :, rows]
+            if gate is not None:
+                per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)
+                self.dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
+                g = g * gate
+            self.do[:, :, rows] = g if alpha is None else g * alpha[..., None]
+            self.along_o[:, :, rows] = (g * o_rows).sum(-1)
+            if beta is not None and u is not None:
+                groups = _groups(g, u)
+                self.dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
+                self.du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
+
+    @contextmanager
+    def incoming(self) -> Iterator[Tensor]:
+        """Give the gradient for the attention's backward, which is launched inside."""
+        yield self.do
+
+    def finish(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+        """Return all gradients, from those of the attention."""
+        call = self.call
+        if self.du is not None:
+            dv = (dv + _values_backward(self.du, call)).to(call.v.dtype)
+        dsink = None
+        if isinstance(call.sink, Tensor):
+            along = self.along_o if call.alpha is None else self.along_o * call.alpha
+            # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
+            sink = sink_rows(call, slice(None))
+            assert sink is not None  # call.sink is a tensor
+            dsink = -torch.exp(torch.where(self.lse == sink, 0.0, sink - self.lse)) * along
+            dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
+        dalpha = None if call.alpha is None else self.along_o.to(call.alpha.dtype)
+        dbeta = None if self.dbeta is None else self.dbeta.to(call.beta.dtype)
+        return dq, dk, dv, dsink, dalpha, dbeta, self.dgate
 
 
 def new_saved_sums(call: Call) -> Tensor:
-    """What :func:`finish` saves as sums: nothing."""
+    """Allocate what the forward saves as sums: nothing."""
     return torch.empty(0, dtype=row_dtype(call.q), device=call.q.device)
 
 

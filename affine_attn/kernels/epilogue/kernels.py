@@ -19,18 +19,7 @@ both to it.
 import triton
 import triton.language as tl
 
-NO_SINK: tl.constexpr = tl.constexpr(0)
-CONSTANT_SINK: tl.constexpr = tl.constexpr(1)
-LEARNED_SINK: tl.constexpr = tl.constexpr(2)
-NO_GATE: tl.constexpr = tl.constexpr(0)
-HEADWISE: tl.constexpr = tl.constexpr(1)
-ELEMENTWISE: tl.constexpr = tl.constexpr(2)
-# Where the sums u of visible values come from: nowhere, a running sum under a causal mask, one sum for all queries, or
-# a table with a row per query.
-NO_SUMS: tl.constexpr = tl.constexpr(0)
-RUNNING: tl.constexpr = tl.constexpr(1)
-WHOLE: tl.constexpr = tl.constexpr(2)
-TABLE: tl.constexpr = tl.constexpr(3)
+from affine_attn.kernels.constants import ELEMENTWISE, HEADWISE, LEARNED_SINK, NO_SINK, NO_SUMS, RUNNING, TABLE, WHOLE
 
 
 @triton.jit

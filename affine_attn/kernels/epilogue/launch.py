@@ -1,4 +1,4 @@
-"""Launches the fused Triton epilogue: the same functions as :mod:`epilogue`, one pass over each tensor.
+"""Launch the fused Triton epilogue: the functions of eager.py, one pass over each tensor.
 
 Forward: one small kernel sums the values before each segment, one kernel writes y. Backward: where a row factor r
 (alpha, a headwise gate) is all that stands between dy and the attention, no scaled copy of dy is made. The stock
@@ -6,16 +6,13 @@ backward rebuilds weights as exp(s - lse), so lse - log |r| makes them |r| times
 a negative r flips the sign of its dy rows in place for the duration of the stock backward.
 
 Plain sums of the values, and gradients of the stages where none goes through the attention, need nothing of it. On long
-sequences their kernels run on a second stream and fill the multiprocessors that the stock kernels leave idle towards
-their end; only what dv wants is added afterwards.
+sequences their kernels run on a second stream and fill the SMs that the stock kernels leave idle towards their end;
+only what dv wants is added afterwards.
 """
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -23,294 +20,201 @@ from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.kernels.device import cdiv, padded
-from affine_attn.kernels.epilogue.eager import AttentionBackward, PlainAttention
+from affine_attn.kernels.epilogue.tiles import TILES_WITHOUT_SUMS, Tiling, tiling_of
+from affine_attn.kernels.launch import (
+    ELEMENTWISE,
+    NO_GATE,
+    RUNNING,
+    TABLE,
+    WHOLE,
+    Launch,
+    gate_kind,
+    run,
+    sink_kind,
+    sink_strides,
+    strides,
+)
 from affine_attn.kernels.visible_sums import launch as visible_sums
 
-# Where the sums u of visible values come from, as in the kernels: a running sum under a causal mask, one sum for all
-# queries, a table with a row per query. 0: nowhere.
-_RUNNING, _WHOLE, _TABLE = 1, 2, 3
-ELEMENTWISE = 2
-
-
-class _Tile(NamedTuple):
-    """Tokens and columns a program has at a time, forward and backward; tokens of a segment, which it walks down."""
-
-    tokens: int
-    columns: int
-    backward_columns: int
-    segment: int
-    warps: int
-
-
-# By padded head_dim, timed on an H200 (LOG.md).
-_TILES = {
-    16: _Tile(32, 16, 16, 64, 1),
-    32: _Tile(16, 32, 32, 64, 1),
-    64: _Tile(8, 64, 64, 64, 1),
-    128: _Tile(8, 64, 128, 64, 1),
-    256: _Tile(8, 64, 128, 64, 1),
-}
-# Without sums the heads of a group have nothing in common, and tokens neither: one tile of one head per program.
-_TILES_WITHOUT_SUMS = {
-    16: _Tile(128, 16, 16, 128, 4),
-    32: _Tile(64, 32, 32, 64, 4),
-    64: _Tile(64, 64, 64, 64, 4),
-    128: _Tile(32, 128, 128, 32, 4),
-    256: _Tile(16, 256, 256, 16, 4),
-}
-# Most query heads a program has in flight, and most columns of them: more would not fit its registers.
-_CHUNK, _CHUNK_COLUMNS = 4, 384
+# Columns of a program that sums values.
+VALUE_COLUMNS = 32
 # Rows of which a program of negate_rows_kernel looks at the signs.
-_ROWS = 1024
-# The sums of values go block by block of segments: tokens of a block at least, blocks at most, columns of a program.
-_BLOCK, _BLOCKS, _VALUE_COLUMNS = 256, 31, 32
-# Heads of all sequences together: CUDA's limit for the second axis of a grid.
-_MOST_HEADS = 65535
+ROWS = 1024
 # Numbers of dv that a program adds to.
 _DV_ELEMENTS = 2048
 # Zeros that a program writes.
 _ZEROS = 8192
 # From so many queries on, a second stream is worth its launches.
 _LONG = 1024
-# Cycles that the second stream waits, so that the stock kernel has taken its multiprocessors before ours ask for any:
-# in the forward, and in the backward per element of q. A stock backward begins with a kernel for <do, o>, which moves
-# as much memory as ours, so that nothing is gained beside it.
+# Cycles that the second stream waits, so that the stock kernel has taken its SMs before ours ask for any: in the
+# forward, and in the backward per element of q. A stock backward begins with a kernel for <do, o>, which moves as much
+# memory as ours, so that nothing is gained beside it.
 _FORWARD_LEAD, _BACKWARD_LEAD = 1_000, 0.003
 
 
-def _triton_problem() -> str | None:
-    """Why Triton cannot be used at all, or None; found without importing it, which takes a while."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        installed = version("triton")
-    except PackageNotFoundError:
-        return None  # the module comes from a distribution of another name, as in ROCm builds
-    oldest = (3, 6)
-    return None if tuple(int(part) for part in installed.split(".")[:2]) >= oldest else f"triton {installed} is too old"
+class Begun(NamedTuple):
+    """What the epilogue's forward prepares before the attention is launched."""
+
+    tiling: Tiling
+    value_sums: Tensor | None
+    beside: AbstractContextManager  # what is launched inside it may run beside the attention
 
 
-# Constants of the process, so that a compiler tracing why_not has nothing to look up.
-_TRITON_PROBLEM = _triton_problem()
-# Triton's CPU interpreter, which the tests use.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+def begin(call: Call) -> Begun:
+    """Allocate what a second stream will fill, on the stream that owns it, and mark where that stream may start."""
+    tiling = tiling_of(call)
+    if tiling.sums not in (RUNNING, WHOLE):
+        return Begun(tiling, None, nullcontext())
+    sums = new_value_sums(call, tiling)
+    return Begun(tiling, sums, _fork(call, _FORWARD_LEAD))
 
 
-def why_not(call: Call) -> str | None:
-    """Why the fused epilogue cannot serve this call, or None."""
-    if (reason := why_no_kernels(call)) is not None:
-        return reason
-    # Said of the batch alone: torch.export can name no limit of a product.
-    if call.q.shape[0] > _MOST_HEADS // max(call.heads, 1):
-        heads = call.q.shape[0] * call.heads
-        return f"the fused epilogue takes at most {_MOST_HEADS} heads of all sequences together, not {heads}"
-    return None
-
-
-def why_no_kernels(call: Call) -> str | None:
-    """Why no kernel of Triton can serve this call, or None."""
-    if _TRITON_PROBLEM is not None:
-        return _TRITON_PROBLEM
-    if call.q.device.type != "cuda" and not INTERPRETED:
-        return "Triton kernels need a CUDA device"
-    if call.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"Triton kernels take bfloat16, float16 or float32, not {call.q.dtype}"
-    if call.q.shape[-1] > 256:
-        return f"Triton kernels take head_dim up to 256, not {call.q.shape[-1]}"
-    return None
-
-
-def _kernels() -> Any:
-    """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.kernels.epilogue import kernels as epilogue
-
-    return epilogue
-
-
-class _Plan(NamedTuple):
-    """How the tokens are cut into tiles and segments (kernels/epilogue.py says what for), and whence the sums come."""
-
-    tile: _Tile
-    sums: int
-    d: int  # head_dim rounded up to a power of two
-    tiles: int
-    query_segments: int
-    key_segments: int
-    older: int  # keys before the first query's
-    n_older: int  # segments of them
-
-    @property
-    def first(self) -> int:
-        """Slot where the first key segment starts."""
-        return self.older - self.n_older * self.tile.segment
-
-    @property
-    def block_segments(self) -> int:
-        """Segments of a block."""
-        return max(_BLOCK // self.tile.segment, cdiv(self.key_segments, _BLOCKS))
-
-    @property
-    def blocks(self) -> int:
-        return cdiv(self.key_segments, self.block_segments)
-
-    def walkers(self, call: Call) -> int:
-        """Heads that walk: those of k, each with its group, or without sums those of q."""
-        return call.k.shape[1] if self.sums else call.heads
-
-    def constants(self, call: Call, columns: int) -> dict[str, int]:
-        group = call.heads // self.walkers(call)
-        chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
-        return {
-            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": call.q.shape[-1],
-            "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
-            "num_warps": self.tile.warps,
-        }  # fmt: skip
-
-
-def plan_of(call: Call) -> _Plan:
-    d = padded(call.q.shape[-1])
-    sums = 0
-    if call.beta is not None:
-        sums = _TABLE if call.mask.restrictions else _RUNNING if call.mask.causal else _WHOLE
-    tile = (_TILES if sums else _TILES_WITHOUT_SUMS)[d]
-    if sums and call.heads == call.k.shape[1]:
-        # Heads that share no values with others ask for half as much per token.
-        tile = tile._replace(tokens=2 * tile.tokens)
-    # Without a causal mask every query sees every key; segments then only cut the sum.
-    older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
-    n_older = max(0, cdiv(older, tile.segment))
-    return _Plan(
-        tile, sums, d, cdiv(call.tq, tile.tokens), cdiv(call.tq, tile.segment),
-        n_older + cdiv(covered, tile.segment), older, n_older,
-    )  # fmt: skip
-
-
-def finish(call: Call, attention: PlainAttention) -> Output:
-    """Stages 2 to 4 on the (o, z) of the attention, which are overwritten."""
+def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
+    """Return y and what the backward needs; (o, z) of the attention are overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
-        o, z = attention()
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    plan = plan_of(call)
-    if plan.sums in (_RUNNING, _WHOLE):
-        sums, beside = new_value_sums(call, plan), _fork(call, _FORWARD_LEAD)
-        o, z = attention()
-        with beside:
-            sum_values(call, plan, sums)
-    else:
-        sums, (o, z) = None, attention()
+    tiling = begun.tiling
+    if begun.value_sums is not None:
+        with begun.beside:
+            sum_values(call, tiling, begun.value_sums)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
-    before = visible_sums.visible_sums(call) if plan.sums == _TABLE else new_saved_sums(call)
+    before = visible_sums.visible_sums(call) if tiling.sums == TABLE else new_saved_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = contiguous_rows(call.alpha), contiguous_rows(call.beta), call.gate
-    walkers = plan.walkers(call)
-    _kernels().epilogue_kernel[(plan.query_segments * (plan.d // plan.tile.columns), call.q.shape[0] * walkers)](
-        o, z, call.v, sums, before, sink, alpha, beta, gate, y, lse,
-        *strides(o), *strides(call.v), *strides(gate), *strides(y), *sink_strides(sink),
-        walkers, call.tq, plan.tiles, plan.older, plan.n_older, plan.key_segments, plan.blocks, plan.block_segments,
-        constant,
-        SINK=sink_kind(call.sink), HAS_ALPHA=alpha is not None, GATE=gate_kind(gate), KEEP_OUT=not in_place,
-        BLOCKS=1 << plan.blocks.bit_length(), **plan.constants(call, plan.tile.columns),
-    )  # fmt: skip
+    walkers = tiling.walkers(call)
+    grid = (tiling.query_segments * (tiling.d // tiling.tile.columns), call.q.shape[0] * walkers)
+    arguments: dict[str, Any] = {
+        "p_o": o, "p_z": z, "p_v": call.v, "p_sums": begun.value_sums, "p_before": before, "p_sink": sink,
+        "p_alpha": alpha, "p_beta": beta, "p_gate": gate, "p_y": y, "p_lse": lse,
+        **strides(o, "o"), **strides(call.v, "v"), **strides(gate, "g"), **strides(y, "y"), **sink_strides(sink),
+        "kv_heads": walkers, "queries": call.tq, "tiles": tiling.tiles, "older": tiling.older,
+        "n_older": tiling.n_older, "segments": tiling.key_segments, "blocks": tiling.blocks,
+        "block_segments": tiling.block_segments, "constant_sink": constant,
+        "SINK": sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "GATE": gate_kind(gate),
+        "KEEP_OUT": not in_place, "BLOCKS": 1 << tiling.blocks.bit_length(),
+        **tiling.constants(call, tiling.tile.columns),
+    }  # fmt: skip
+    run(Launch("epilogue.kernels.epilogue_kernel", grid, arguments))
     return Output(y, o.new_empty(0) if in_place else o, lse, before)
 
 
-def gradients(call: Call, dy: Tensor, output: Output, attention_backward: AttentionBackward) -> Gradients:
-    """All gradients; ``attention_backward(do, out, lse)`` is the engine's plain backward."""
-    o = output.saved_out if output.saved_out.numel() else output.y
-    if not isinstance(call.sink, Tensor) and call.alpha is None and call.beta is None and call.gate is None:
-        return (*attention_backward(dy, o, output.saved_lse), None, None, None, None)
-    dy = negatable(call, dy)
-    rows = _RowGradients(call, dy, o, output)
-    if rows.do is not None:
-        rows.launch()
-        dq, dk, dv = attention_backward(rows.do, o, output.saved_lse)
-    else:
-        negate_rows(call, dy)
-        try:
-            beside = _fork(call, int(_BACKWARD_LEAD * call.q.numel()))
-            dq, dk, dv = attention_backward(dy, o, output.saved_lse)
-            with beside:
-                rows.launch()
-        except BaseException:
-            negate_rows(call, dy)  # which is the caller's
-            raise
-    rows.settle(dv)
-    return dq, dk, dv, *rows.results()
+class RowGradients:
+    """Gradients of sink, alpha, beta and gate, and what beta adds to dv.
 
+    All buffers are allocated first, on the main stream, to which they must belong although a second one fills them.
+    """
 
-class _RowGradients:
-    """Gradients of sink, alpha, beta and gate, and what beta adds to dv. All buffers are allocated first, on the main
-    stream, to which they must belong although a second one fills them."""
-
-    def __init__(self, call: Call, dy: Tensor, o: Tensor, output: Output):
-        self.call, self.dy, self.o, self.output = call, dy, o, output
-        self.plan = plan = plan_of(call)
+    def __init__(self, call: Call, dy: Tensor, output: Output):
+        self.call, self.output = call, output
+        self.out = o = output.saved_out if output.saved_out.numel() else output.y
+        # A constant sink is in out and lse already.
+        stages = (call.alpha, call.beta, call.gate)
+        self.is_plain = not isinstance(call.sink, Tensor) and all(x is None for x in stages)
+        self.dy = dy if self.is_plain else negatable(call, dy)
+        if self.is_plain:
+            return
+        self.tiling = tiling = tiling_of(call)
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
         gate = call.gate if gate_kind(call.gate) == ELEMENTWISE else None
         # Wide slices where registers have room: with one of sink, beta and gate alone, and no tensor besides dy and o.
         is_light = gate is None and sum(x is not None for x in (sink, call.beta, call.gate)) == 1
-        self.columns = plan.tile.backward_columns if is_light else plan.tile.columns
-        # Gradients of numbers per row: every slice of columns writes its part.
+        self.columns = tiling.tile.backward_columns if is_light else tiling.tile.columns
+        # Gradients of row statistics: every slice of columns writes its part.
         has_row_gate = call.gate is not None and gate is None
         wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
         batch, heads, queries, head_dim = call.q.shape
-        kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=dy.device)
-        parts = (plan.d // self.columns, batch, heads, queries)
+        kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=o.device)
+        parts = (tiling.d // self.columns, batch, heads, queries)
         self.parts = [new(parts, dtype=torch.float32) if is_wanted else None for is_wanted in wanted]
         self.dgate = None if gate is None else torch.empty_like(gate)
-        self.do = None if gate is None else torch.empty_like(dy)
-        shape, dtype = (batch, kv_heads, queries, head_dim), torch.float32 if plan.sums == _TABLE else call.v.dtype
-        self.weighted = new(shape, dtype=dtype) if plan.sums in (_RUNNING, _TABLE) else None
-        totals = (batch * kv_heads, plan.query_segments, plan.d)
-        self.totals = new(totals, dtype=torch.float32) if plan.sums in (_RUNNING, _WHOLE) else None
+        self.do = None if gate is None else torch.empty_like(self.dy)
+        shape, dtype = (batch, kv_heads, queries, head_dim), torch.float32 if tiling.sums == TABLE else call.v.dtype
+        self.weighted = new(shape, dtype=dtype) if tiling.sums in (RUNNING, TABLE) else None
+        totals = (batch * kv_heads, tiling.query_segments, tiling.d)
+        self.totals = new(totals, dtype=torch.float32) if tiling.sums in (RUNNING, WHOLE) else None
 
-    def launch(self) -> None:
-        call, plan = self.call, self.plan
+    @contextmanager
+    def incoming(self) -> Iterator[Tensor]:
+        """Give the gradient for the attention's backward, which is launched inside; out and lse have the rest.
+
+        That is dy itself, with rows negated where their factor is negative: ``finish``, or an error, restores them.
+        """
+        if self.is_plain:
+            yield self.dy
+        elif self.do is not None:
+            self._launch()
+            yield self.do
+        else:
+            negate_rows(self.call, self.dy)
+            try:
+                beside = _fork(self.call, int(_BACKWARD_LEAD * self.call.q.numel()))
+                yield self.dy
+                with beside:
+                    self._launch()
+            except BaseException:
+                negate_rows(self.call, self.dy)  # which is the caller's
+                raise
+
+    def finish(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+        """Return all gradients, from those of the attention."""
+        if self.is_plain:
+            return dq, dk, dv, None, None, None, None
+        self._add_to_values(dv)
+        return dq, dk, dv, *self._results()
+
+    def _launch(self) -> None:
+        call, tiling = self.call, self.tiling
         dsink, dalpha, dbeta, dgate = self.parts
-        walkers = plan.walkers(call)
-        grid = (plan.query_segments * (plan.d // self.columns), call.q.shape[0] * walkers)
-        _kernels().epilogue_backward_kernel[grid](
-            self.dy, self.o, self.output.saved_lse, call.v, self.output.saved_sums,
-            self.sink, self.alpha, self.beta, call.gate,
-            dsink, dalpha, dbeta, dgate if self.dgate is None else self.dgate, self.do, self.weighted, self.totals,
-            *strides(self.dy), *strides(self.o), *strides(call.v), *strides(call.gate), *strides(self.dgate),
-            *strides(self.do), *sink_strides(self.sink), self.dy[..., 0].numel(),
-            walkers, call.tq, plan.tiles, plan.older, plan.query_segments,
-            SINK=sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, GATE=gate_kind(call.gate),
-            **plan.constants(call, self.columns),
-        )  # fmt: skip
+        walkers = tiling.walkers(call)
+        grid = (tiling.query_segments * (tiling.d // self.columns), call.q.shape[0] * walkers)
+        arguments: dict[str, Any] = {
+            "p_dy": self.dy, "p_o": self.out, "p_lse": self.output.saved_lse, "p_v": call.v,
+            "p_before": self.output.saved_sums, "p_sink": self.sink, "p_alpha": self.alpha, "p_beta": self.beta,
+            "p_gate": call.gate, "p_dsink": dsink, "p_dalpha": dalpha, "p_dbeta": dbeta,
+            "p_dgate": dgate if self.dgate is None else self.dgate, "p_do": self.do, "p_weighted": self.weighted,
+            "p_totals": self.totals,
+            **strides(self.dy, "d"), **strides(self.out, "o"), **strides(call.v, "v"), **strides(call.gate, "g"),
+            **strides(self.dgate, "w"), **strides(self.do, "a"), **sink_strides(self.sink),
+            "stride_part": self.dy[..., 0].numel(), "kv_heads": walkers, "queries": call.tq, "tiles": tiling.tiles,
+            "older": tiling.older, "segments": tiling.query_segments,
+            "SINK": sink_kind(call.sink), "HAS_ALPHA": call.alpha is not None, "GATE": gate_kind(call.gate),
+            **tiling.constants(call, self.columns),
+        }  # fmt: skip
+        run(Launch("epilogue.kernels.epilogue_backward_kernel", grid, arguments))
         if self.totals is not None:
             sum_from_each(self.totals, self.totals)
 
-    def settle(self, dv: Tensor) -> None:
+    def _add_to_values(self, dv: Tensor) -> None:
         """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
-        call, plan = self.call, self.plan
+        call, tiling = self.call, self.tiling
         batch, kv_heads, _, head_dim = call.v.shape
         is_negated, gate = self.do is None, call.gate
-        if is_negated and plan.sums != _RUNNING:
+        if is_negated and tiling.sums != RUNNING:
             negate_rows(call, self.dy)
-        if self.weighted is not None and plan.sums == _TABLE:
+        if self.weighted is not None and tiling.sums == TABLE:
             visible_sums.add_seen_by(call, self.weighted, dv)
-        if plan.sums == _RUNNING:
+        if tiling.sums == RUNNING:
             # Does both: a launch less.
-            tokens = min(plan.tile.segment, _DV_ELEMENTS // plan.d)
-            _kernels().add_seen_by_kernel[(cdiv(call.tq, tokens), batch * kv_heads)](
-                dv, self.weighted, self.totals, self.dy, self.alpha, gate, *strides(dv), *strides(self.dy),
-                *strides(gate), kv_heads, call.tq, plan.older, plan.query_segments,
-                HAS_ALPHA=is_negated and self.alpha is not None, HAS_GATE=is_negated and gate is not None,
-                GROUP=call.heads // kv_heads, HEAD_DIM=head_dim, D=plan.d, T=tokens, LENGTH=plan.tile.segment,
-                num_warps=4,
-            )  # fmt: skip
-        if self.totals is not None and (plan.sums == _WHOLE or plan.older > 0):
+            tokens = min(tiling.tile.segment, _DV_ELEMENTS // tiling.d)
+            arguments: dict[str, Any] = {
+                "p_dv": dv, "p_weighted": self.weighted, "p_from": self.totals, "p_dy": self.dy,
+                "p_alpha": self.alpha, "p_gate": gate, **strides(dv, "n"), **strides(self.dy, "d"),
+                **strides(gate, "g"), "kv_heads": kv_heads, "queries": call.tq, "older": tiling.older,
+                "segments": tiling.query_segments, "HAS_ALPHA": is_negated and self.alpha is not None,
+                "HAS_GATE": is_negated and gate is not None, "GROUP": call.heads // kv_heads, "HEAD_DIM": head_dim,
+                "D": tiling.d, "T": tokens, "LENGTH": tiling.tile.segment, "num_warps": 4,
+            }  # fmt: skip
+            run(Launch("epilogue.kernels.add_seen_by_kernel", (cdiv(call.tq, tokens), batch * kv_heads), arguments))
+        if self.totals is not None and (tiling.sums == WHOLE or tiling.older > 0):
             # Keys that every query sees get the whole sum.
-            seen_by_all = slice(0, plan.older if plan.sums == _RUNNING else call.tk)
+            seen_by_all = slice(0, tiling.older if tiling.sums == RUNNING else call.tk)
             whole = self.totals[:, 0].view(batch, kv_heads, 1, -1)[..., :head_dim]
             dv[:, :, seen_by_all] += whole  # added in fp32, rounded once
 
-    def results(self) -> Gradients:
+    def _results(self) -> Gradients:
         call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
         dsink, dalpha, dbeta, dgate = (None if x is None else functools.reduce(torch.add, x) for x in self.parts)
@@ -323,43 +227,50 @@ class _RowGradients:
 
 
 def sum_from_each(totals: Tensor, sums: Tensor) -> None:
-    """sums [kv heads, segments, columns]: of the totals [heads, segments, columns] of all heads of a group, from a
-    segment to the last. Where there are as many heads, it may be the same tensor."""
+    """Fill sums [kv heads, segments, columns] from the totals [heads, segments, columns]: over all heads of a group,
+    from each segment to the last. Where there are as many heads, it may be the same tensor."""
     kv_heads, segments, d = sums.shape
-    columns = min(_VALUE_COLUMNS, d)
-    _kernels().totals_from_kernel[(d // columns, kv_heads)](
-        totals, sums, segments, GROUP=totals.shape[0] // kv_heads, D=d, SLICE=columns, ROWS=128, num_warps=4
-    )
+    columns = min(VALUE_COLUMNS, d)
+    arguments: dict[str, Any] = {
+        "p_totals": totals, "p_sums": sums, "segments": segments, "GROUP": totals.shape[0] // kv_heads, "D": d,
+        "SLICE": columns, "ROWS": 128, "num_warps": 4,
+    }  # fmt: skip
+    run(Launch("epilogue.kernels.totals_from_kernel", (d // columns, kv_heads), arguments))
 
 
 def zero_and_sum_from_each(zeros: Tensor, totals: Tensor) -> None:
     """Fill one with 0, and do :func:`sum_from_each` in place on the other."""
     kv_heads, segments, d = totals.shape
-    columns = min(_VALUE_COLUMNS, d)
+    columns = min(VALUE_COLUMNS, d)
     sums = kv_heads * (d // columns)
-    _kernels().zeros_and_totals_kernel[(sums + cdiv(zeros.numel(), _ZEROS),)](
-        zeros, zeros.numel(), totals, segments, sums, D=d, SLICE=columns, ROWS=32, BLOCK=_ZEROS, num_warps=4
-    )
+    arguments: dict[str, Any] = {
+        "p_zeros": zeros, "numbers": zeros.numel(), "p_totals": totals, "segments": segments, "sums": sums, "D": d,
+        "SLICE": columns, "ROWS": 32, "BLOCK": _ZEROS, "num_warps": 4,
+    }  # fmt: skip
+    run(Launch("epilogue.kernels.zeros_and_totals_kernel", (sums + cdiv(zeros.numel(), _ZEROS),), arguments))
 
 
 def dsink_of(call: Call, rows: Tensor) -> Tensor:
-    """The gradient of a sink from its rows [B, H, Tq]."""
+    """Return the gradient of a sink from its rows [B, H, Tq]."""
     assert isinstance(call.sink, Tensor)
     return (rows.sum((0, 2)) if call.sink.ndim == 1 else rows).to(call.sink.dtype)
 
 
 def scale_rows(x: Tensor, scale: Tensor | float, out: Tensor) -> Tensor:
-    """out = scale * x [B, H, T, D]: one scale, or fp32 ones [B or 1, 1, T]; torch has no fast kernel for two types."""
+    """Write scale * x [B, H, T, D] into out: one scale, or fp32 ones [B or 1, 1, T]; torch has no fast kernel for two
+    types."""
     batch, heads, rows, head_dim = x.shape
     d = padded(head_dim)
-    tile = _TILES_WITHOUT_SUMS[d]
+    tile = TILES_WITHOUT_SUMS[d]
     tiles = cdiv(rows, tile.tokens)
     row_scale, one_scale = (scale.contiguous(), 1.0) if isinstance(scale, Tensor) else (None, scale)
-    _kernels().scale_rows_kernel[(tiles * batch * heads,)](
-        x, row_scale, one_scale, out, *strides(x), *strides(out),
-        row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0, heads, rows, tiles,
-        HAS_ROWS=row_scale is not None, HEAD_DIM=head_dim, D=d, T=tile.tokens, num_warps=tile.warps,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "p_x": x, "p_scale": row_scale, "scale": one_scale, "p_y": out, **strides(x, "x"), **strides(out, "y"),
+        "stride_sb": row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0,
+        "heads": heads, "rows": rows, "tiles": tiles, "HAS_ROWS": row_scale is not None, "HEAD_DIM": head_dim,
+        "D": d, "T": tile.tokens, "num_warps": tile.warps,
+    }  # fmt: skip
+    run(Launch("epilogue.kernels.scale_rows_kernel", (tiles * batch * heads,), arguments))
     return out
 
 
@@ -369,16 +280,17 @@ def negate_rows(call: Call, dy: Tensor) -> None:
     if alpha is None and gate is None:
         return
     batch, heads, queries, head_dim = dy.shape
-    _kernels().negate_rows_kernel[(cdiv(queries, _ROWS), batch * heads)](
-        dy, alpha, gate, *strides(dy), *strides(gate), heads, queries,
-        HAS_ALPHA=alpha is not None, HAS_GATE=gate is not None,
-        HEAD_DIM=head_dim, D=padded(head_dim), ROWS=_ROWS, T=16, num_warps=4,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "p_dy": dy, "p_alpha": alpha, "p_gate": gate, **strides(dy, "d"), **strides(gate, "g"), "heads": heads,
+        "queries": queries, "HAS_ALPHA": alpha is not None, "HAS_GATE": gate_kind(gate) != NO_GATE,
+        "HEAD_DIM": head_dim, "D": padded(head_dim), "ROWS": ROWS, "T": 16, "num_warps": 4,
+    }  # fmt: skip
+    run(Launch("epilogue.kernels.negate_rows_kernel", (cdiv(queries, ROWS), batch * heads), arguments))
 
 
 def _fork(call: Call, lead: int) -> AbstractContextManager:
-    """Launches inside it may run beside what the current stream gets between this call and the context's end, but not
-    in the first ``lead`` cycles."""
+    """Return a context whose launches may run beside what the current stream gets between this call and its end, but
+    not in the first ``lead`` cycles."""
     if call.q.device.type != "cuda" or call.tq < _LONG:
         return nullcontext()
     main = torch.cuda.current_stream(call.q.device)
@@ -404,57 +316,45 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def new_saved_sums(call: Call) -> Tensor:
-    """For what :func:`finish` saves for the backward: the sum of the values before each tile, or u itself."""
-    plan = plan_of(call)
+    """Allocate what the forward saves for the backward: the sum of the values before each tile, or u itself."""
+    tiling = tiling_of(call)
     batch, kv_heads, _, head_dim = call.v.shape
     shape = {
-        _RUNNING: (batch * kv_heads, plan.tiles, plan.d),
-        _WHOLE: (batch * kv_heads, plan.d),
-        _TABLE: (batch, kv_heads, call.tq, head_dim),
-    }.get(plan.sums, (0,))
+        RUNNING: (batch * kv_heads, tiling.tiles, tiling.d),
+        WHOLE: (batch * kv_heads, tiling.d),
+        TABLE: (batch, kv_heads, call.tq, head_dim),
+    }.get(tiling.sums, (0,))
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def new_value_sums(call: Call, plan: _Plan) -> Tensor:
-    """For :func:`sum_values`: the sum of the values before each segment in its block, then the total of each block."""
+def new_value_sums(call: Call, tiling: Tiling) -> Tensor:
+    """Allocate for :func:`sum_values`: the sum of values before each segment in its block, then each block's total."""
     batch, kv_heads = call.v.shape[:2]
-    shape = (batch * kv_heads, plan.key_segments + plan.blocks, plan.d)
+    shape = (batch * kv_heads, tiling.key_segments + tiling.blocks, tiling.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def sum_values(call: Call, plan: _Plan, sums: Tensor) -> None:
+def sum_values(call: Call, tiling: Tiling, sums: Tensor) -> None:
     """Fill ``sums``, of :func:`new_value_sums`, which the forward reads and nobody keeps."""
     batch, kv_heads, keys, head_dim = call.v.shape
-    columns = min(_VALUE_COLUMNS, plan.d)
-    _kernels().value_sums_kernel[(plan.blocks * (plan.d // columns), batch * kv_heads)](
-        call.v, sums, *strides(call.v), kv_heads, keys, plan.first, plan.key_segments, plan.blocks,
-        plan.block_segments, HEAD_DIM=head_dim, D=plan.d, SLICE=columns, LENGTH=plan.tile.segment, num_warps=1,
-    )  # fmt: skip
-
-
-def sink_kind(sink: Tensor | float | None) -> int:
-    return 0 if sink is None else 1 if isinstance(sink, float) else 2
-
-
-def gate_kind(gate: Tensor | None) -> int:
-    return 0 if gate is None else 1 if gate.shape[-1] == 1 else ELEMENTWISE
-
-
-def strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def sink_strides(sink: Tensor | None) -> tuple[int, int, int]:
-    return strides(sink) if sink is None or sink.ndim == 3 else (0, sink.stride(0), 0)
+    columns = min(VALUE_COLUMNS, tiling.d)
+    arguments: dict[str, Any] = {
+        "p_v": call.v, "p_sums": sums, **strides(call.v, "v"), "kv_heads": kv_heads, "keys": keys,
+        "first": tiling.first, "segments": tiling.key_segments, "blocks": tiling.blocks,
+        "block_segments": tiling.block_segments, "HEAD_DIM": head_dim, "D": tiling.d, "SLICE": columns,
+        "LENGTH": tiling.tile.segment, "num_warps": 1,
+    }  # fmt: skip
+    grid = (tiling.blocks * (tiling.d // columns), batch * kv_heads)
+    run(Launch("epilogue.kernels.value_sums_kernel", grid, arguments))
 
 
 def contiguous_rows(x: Tensor | None) -> Tensor | None:
-    """alpha and beta are small; the kernels read them as contiguous rows."""
+    """Return alpha or beta as the kernels read them; both are small."""
     return None if x is None else x.contiguous()
 
 
 def negatable(call: Call, dy: Tensor) -> Tensor:
-    """dy, or a copy of it where rows may not be negated in place: two elements share memory, or it is an input's."""
+    """Return dy, or a copy where rows may not be negated in place: elements share memory, or it is an input's."""
     is_dense = dy.is_contiguous() or (
         dy.stride(-1) == 1 and dy.stride() == torch.empty_like(dy, device="meta").stride()
     )

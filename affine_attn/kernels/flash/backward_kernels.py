@@ -1,17 +1,17 @@
 """Backward of attention with a distance logit: delta, then dk and dv, then dq (Triton kernels only).
 
-The legend is in distance_logit.py.
+The legend is in scores.py.
 """
 
 import triton
 import triton.language as tl
 
+from affine_attn.kernels.constants import LOG2E
 from affine_attn.kernels.flash.scores import (
     ALIBI,
     DIAGONAL_TILES,
     EDGE_TILES,
     FAR_TILES,
-    LOG2E,
     NEAR_TILES,
     SCALE_INVARIANT,
     _alibi_slope2,

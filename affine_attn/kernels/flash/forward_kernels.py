@@ -1,18 +1,17 @@
 """Forward of attention with a distance logit, and the statistics pass over the same scores (Triton kernels only).
 
-The legend is in distance_logit.py.
+The legend is in scores.py.
 """
 
 import triton
 import triton.language as tl
 
+from affine_attn.kernels.constants import LN2, LOG2E
 from affine_attn.kernels.flash.scores import (
     ALIBI,
     DIAGONAL_TILES,
     EDGE_TILES,
     FAR_TILES,
-    LN2,
-    LOG2E,
     NEAR_TILES,
     SCALE_INVARIANT,
     _alibi_slope2,

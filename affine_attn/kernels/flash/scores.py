@@ -36,9 +36,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from affine_attn.kernels.constants import LOG2E
+
 # Module constants go on the right of an operator: constexpr * tensor is not a tensor in the interpreter.
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 SCALE_INVARIANT = tl.constexpr(1)
 ALIBI = tl.constexpr(2)
 # The four kinds of tiles along a row block, from the oldest keys to the newest; each gets its own loop.

@@ -1,7 +1,7 @@
-"""Launches the backward of our own for Hopper: numbers per row, then attention's gradients with what beta adds to dv.
+"""Launch the sm90 backward: the preprocess kernel, then attention's gradients with what beta adds to dv.
 
-It takes what :func:`fused.finish` or :func:`hopper.forward` has saved. dq is added up by programs in no fixed order, as
-in stock kernels: two runs may differ in its last bits. Timed beside the stock kernel by benchmarks/hopper_backward.py.
+It takes what a forward has saved, whichever it was. CTAs add up dq in no fixed order, as stock kernels do: two runs may
+differ in its last bits. benchmarks/hopper_backward.py times it beside the stock kernel.
 """
 
 import math
@@ -12,8 +12,20 @@ from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.kernels.device import cdiv, multiprocessors, must_be_deterministic
-from affine_attn.kernels.epilogue import launch as fused
-from affine_attn.kernels.sm90 import forward as hopper
+from affine_attn.kernels.epilogue import launch as epilogue
+from affine_attn.kernels.epilogue.tiles import tiling_of
+from affine_attn.kernels.launch import (
+    ELEMENTWISE,
+    INTERPRETED,
+    Launch,
+    gate_kind,
+    run,
+    sink_kind,
+    sink_strides,
+    strides,
+)
+from affine_attn.kernels.sm90 import forward
+from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
 
 # By head_dim: slots for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq comes a
 # block late, for which registers must have room.
@@ -37,7 +49,7 @@ def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or would be slower than the stock one; None where it runs."""
     if must_be_deterministic():
         return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
-    if (reason := hopper.why_no_kernel(call) or hopper.why_no_gate(call)) is not None:
+    if (reason := forward.why_no_kernel(call) or forward.why_no_gate(call)) is not None:
         return reason
     if call.tq not in LENGTHS:
         return f"the backward for Hopper is for {LENGTHS[0]} to {LENGTHS[-1]} tokens, where it is faster than cuDNN's"
@@ -46,7 +58,7 @@ def why_not(call: Call) -> str | None:
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     """All gradients; see :func:`why_not`."""
-    dy = _copyable(fused.negatable(call, dy))
+    dy = _copyable(epilogue.negatable(call, dy))
     rows = RowGradients(call, dy, output)
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     rows.launch()
@@ -55,13 +67,13 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
         launch(call, output.saved_lse, rows, sums, dk, dv)
     finally:
         if rows.do is dy:  # of which rows are negated, and which is the caller's
-            fused.negate_rows(call, dy)
+            epilogue.negate_rows(call, dy)
     return rounded(call, sums), dk, dv, *rows.results()
 
 
 def _copyable(x: Tensor) -> Tensor:
     """x, or the same in a memory that the copy engine can read."""
-    return x if hopper.can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class RowGradients:
@@ -88,9 +100,9 @@ class RowGradients:
         self.dsink = None if self.sink is None else new(batch, heads, queries)
         self.dbeta, self.dgate, self.do = like(call.beta), like(call.gate), dy
         self.dalpha = None if self.alpha is None else torch.empty_like(self.alpha)
-        self.is_by_channel = fused.gate_kind(call.gate) == fused.ELEMENTWISE
-        self.row_gate = None if call.gate is None or self.is_by_channel else call.gate.float()
-        if call.gate is not None and self.is_by_channel:
+        self.is_elementwise = gate_kind(call.gate) == ELEMENTWISE
+        self.row_gate = None if call.gate is None or self.is_elementwise else call.gate.float()
+        if call.gate is not None and self.is_elementwise:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
         # Without a gate per head shift is beta, and delta, if there is alpha too, its gradient, up to signs of alpha.
         # Not with alpha alone: for signs without beta the compiler puts waits between all products (LOG.md).
@@ -104,27 +116,30 @@ class RowGradients:
         """Rows of dy with a negative factor are negated, unless there is a do besides."""
         call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
         kv_heads, has_beta = call.k.shape[1], call.beta is not None
-        by_channel = (call.gate, self.do, self.dgate) if self.is_by_channel else (None, None, None)
+        tiled = (call.gate, self.do, self.dgate) if self.is_elementwise else (None, None, None)
         items = batch * kv_heads * self.per_head
-        most = PROGRAMS[self.is_by_channel] * multiprocessors(self.dy.device)
-        _row_kernel()[(_even(items, most),)](
-            *(None if x is None else _in_rows(x) for x in (self.dy, self.o, call.v if has_beta else None, *by_channel)),
-            self.output.saved_sums if has_beta else None, self.output.saved_lse, self.sink,
-            self.alpha, self.beta, self.row_gate,
-            self.do, self.dsink, self.dalpha, self.dbeta, None if self.is_by_channel else self.dgate,
-            None if self.delta is self.dalpha else self.delta, None if self.shift is self.beta else self.shift,
-            self.after,
-            *fused.strides(self.do), *fused.strides(self.row_gate), *fused.sink_strides(self.sink),
-            kv_heads, queries, self.per_head, items,
-            SINK=fused.sink_kind(call.sink), HAS_ALPHA=call.alpha is not None, HAS_BETA=has_beta,
-            GATE=fused.gate_kind(call.gate), GROUP=heads // kv_heads, D=head_dim,
-            STAGES=SLOTS[self.is_by_channel],
-            SAVED=fused.plan_of(call).tile.tokens if has_beta else 1, num_warps=4,
-            maxnreg=ROW_REGISTERS, launch_pdl=not fused.INTERPRETED,
-        )  # fmt: skip
+        most = PROGRAMS[self.is_elementwise] * multiprocessors(self.dy.device)
+        gate, do, dgate = (None if x is None else _in_rows(x) for x in tiled)
+        arguments: dict[str, Any] = {
+            "d_dy": _in_rows(self.dy), "d_o": _in_rows(self.o), "d_v": _in_rows(call.v) if has_beta else None,
+            "d_gate": gate, "d_do": do, "d_dgate": dgate,
+            "p_before": self.output.saved_sums if has_beta else None, "p_lse": self.output.saved_lse,
+            "p_sink": self.sink, "p_alpha": self.alpha, "p_beta": self.beta, "p_gate": self.row_gate,
+            "p_do": self.do, "p_dsink": self.dsink, "p_dalpha": self.dalpha, "p_dbeta": self.dbeta,
+            "p_dgate": None if self.is_elementwise else self.dgate,
+            "p_delta": None if self.delta is self.dalpha else self.delta,
+            "p_shift": None if self.shift is self.beta else self.shift, "p_totals": self.after,
+            **strides(self.do, "d"), **strides(self.row_gate, "g"), **sink_strides(self.sink),
+            "kv_heads": kv_heads, "T": queries, "per_head": self.per_head, "items": items,
+            "SINK": sink_kind(call.sink), "HAS_ALPHA": call.alpha is not None, "HAS_BETA": has_beta,
+            "GATE": gate_kind(call.gate), "GROUP": heads // kv_heads, "D": head_dim,
+            "STAGES": SLOTS[self.is_elementwise], "SAVED": tiling_of(call).tile.tokens if has_beta else 1,
+            "num_warps": 4, "maxnreg": ROW_REGISTERS, "launch_pdl": not INTERPRETED,
+        }  # fmt: skip
+        run(Launch("sm90.preprocess_kernel.row_gradients_kernel", (_even(items, most),), arguments))
 
     def results(self) -> Gradients:
-        dsink = None if self.dsink is None else fused.dsink_of(self.call, self.dsink)
+        dsink = None if self.dsink is None else epilogue.dsink_of(self.call, self.dsink)
         dalpha = None if self.dalpha is None else self.dalpha.to(self.call.alpha.dtype)
         return dsink, dalpha, self.dbeta, self.dgate
 
@@ -132,7 +147,7 @@ class RowGradients:
 def _in_rows(x: Tensor) -> Any:
     """For the copy engine: tiles of so many columns, in which a token has a row or two."""
     rows = x.unflatten(-1, (-1, TILE_COLUMNS))
-    return hopper.descriptor(rows, TILE_ROWS // rows.shape[3])
+    return descriptor(rows, TILE_ROWS // rows.shape[3])
 
 
 def _even(items: int, most: int) -> int:
@@ -148,7 +163,7 @@ def new_sums(call: Call, rows: RowGradients) -> Tensor:
     if rows.after is None:
         return torch.zeros(shape, dtype=torch.float32, device=call.q.device)
     sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    fused.zero_and_sum_from_each(sums, rows.after)
+    epilogue.zero_and_sum_from_each(sums, rows.after)
     return sums
 
 
@@ -157,31 +172,21 @@ def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor
     batch, heads, length, head_dim = call.q.shape
     kv_heads, programs = call.k.shape[1], multiprocessors(call.q.device)
     group, blocks = heads // kv_heads, cdiv(length, QUERIES)
-    costs = tuple(group * (blocks - first) + _TILE_COST for first in range(0, blocks, hopper.ROWS // QUERIES))
-    tiles, counts = hopper.order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, call.q.device)
-    _kernel()[(programs,)](
-        hopper.descriptor(call.q, QUERIES), hopper.descriptor(call.k, hopper.ROWS),
-        hopper.descriptor(call.v, hopper.ROWS), hopper.descriptor(rows.do, QUERIES), hopper.descriptor(dk, HALF),
-        hopper.descriptor(dv, HALF), lse, rows.delta, rows.shift, rows.signs, rows.after, sums, tiles, counts,
-        tiles.shape[1], kv_heads, length, rows.per_head, call.scale * math.log2(math.e), call.scale, 1 / call.scale,
-        GROUP=group, D=head_dim, STAGES=STAGES[head_dim], TILES=TILES[head_dim], HAS_BETA=rows.shift is not None,
-        HAS_SIGNS=rows.signs is not None, LATE=LATE[head_dim], SEGMENT=rows.tokens, num_warps=4,
-    )  # fmt: skip
+    costs = tuple(group * (blocks - first) + _TILE_COST for first in range(0, blocks, ROWS // QUERIES))
+    tiles, counts = order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, call.q.device)
+    arguments: dict[str, Any] = {
+        "d_q": descriptor(call.q, QUERIES), "d_k": descriptor(call.k, ROWS), "d_v": descriptor(call.v, ROWS),
+        "d_dy": descriptor(rows.do, QUERIES), "d_dk": descriptor(dk, HALF), "d_dv": descriptor(dv, HALF),
+        "p_lse": lse, "p_delta": rows.delta, "p_beta": rows.shift, "p_signs": rows.signs, "p_after": rows.after,
+        "p_dq": sums, "p_order": tiles, "p_tiles": counts, "most": tiles.shape[1], "kv_heads": kv_heads, "T": length,
+        "segments": rows.per_head, "factor": call.scale * math.log2(math.e), "scale": call.scale,
+        "per_scale": 1 / call.scale, "GROUP": group, "D": head_dim, "STAGES": STAGES[head_dim],
+        "TILES": TILES[head_dim], "HAS_BETA": rows.shift is not None, "HAS_SIGNS": rows.signs is not None,
+        "LATE": LATE[head_dim], "SEGMENT": rows.tokens, "num_warps": 4,
+    }  # fmt: skip
+    run(Launch("sm90.backward_kernel.hopper_backward_kernel", (programs,), arguments))
 
 
 def rounded(call: Call, sums: Tensor) -> Tensor:
     """dq."""
-    return fused.scale_rows(sums[:, :, : call.tq], call.scale, torch.empty_like(call.q))
-
-
-def _kernel() -> Any:
-    """Imported late, where Triton is known to be there; a launch is nothing a type checker can follow."""
-    from affine_attn.kernels.sm90.backward_kernel import hopper_backward_kernel
-
-    return hopper_backward_kernel
-
-
-def _row_kernel() -> Any:
-    from affine_attn.kernels.sm90.preprocess_kernel import row_gradients_kernel
-
-    return row_gradients_kernel
+    return epilogue.scale_rows(sums[:, :, : call.tq], call.scale, torch.empty_like(call.q))

@@ -18,9 +18,6 @@ Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in register
 offsets, m_ mask. H query heads, T tokens. Barriers: full, of what is loaded, and free, of what is done with.
 """
 
-import math
-
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,10 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from affine_attn.kernels.epilogue.kernels import CONSTANT_SINK, ELEMENTWISE, HEADWISE, LEARNED_SINK, NO_GATE, NO_SINK
-
-LOG2E = tl.constexpr(math.log2(math.e))
-LN2 = tl.constexpr(math.log(2))
+from affine_attn.kernels.constants import (
+    CONSTANT_SINK,
+    ELEMENTWISE,
+    HEADWISE,
+    LEARNED_SINK,
+    LN2,
+    LOG2E,
+    NO_GATE,
+    NO_SINK,
+)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from affine_attn.kernels.epilogue.kernels import ELEMENTWISE, HEADWISE, LEARNED_SINK
+from affine_attn.kernels.constants import ELEMENTWISE, HEADWISE, LEARNED_SINK
 
 ROWS = tl.constexpr(64)
 COLUMNS = tl.constexpr(64)

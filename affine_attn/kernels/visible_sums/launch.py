@@ -5,14 +5,13 @@ other's place. It reads whole tiles as their totals and multiplies only where a 
 cost a pass over the tensor and no more. core/blocks.py has the same in torch, for flex and non-finite values.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
 from affine_attn.core.masks import document_bounds, run_bounds
 from affine_attn.kernels.device import cdiv, padded
+from affine_attn.kernels.launch import Launch, run, strides
 
 # (rows, sources, warps) of a tile, by padded head_dim; fp32 has its products on the plain cores.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 8), 128: (64, 64, 8), 256: (64, 32, 8)}
@@ -30,20 +29,17 @@ def visible_sums(call: Call) -> Tensor:
     """u_i = sum of the values visible to query i, fp32 [B, Hkv, Tq, D]."""
     batch, kv_heads, _, head_dim = call.v.shape
     u = torch.empty(batch, kv_heads, call.tq, head_dim, dtype=torch.float32, device=call.v.device)
-    _run(launches(call, call.v, u, transposed=False))
+    run(*launches(call, call.v, u, transposed=False))
     return u
 
 
 def add_seen_by(call: Call, w: Tensor, dv: Tensor) -> None:
     """dv_j += sum of w_i over the queries i that see key j, in place; w fp32 [B, Hkv, Tq, D]."""
-    _run(launches(call, w, dv, transposed=True))
+    run(*launches(call, w, dv, transposed=True))
 
 
-Launches = list[tuple[str, tuple[int, int], dict[str, Any]]]
-
-
-def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> Launches:
-    """(kernel, grid, arguments) of each launch; needs no device, so the ahead-of-time test sees what runs.
+def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> list[Launch]:
+    """Return the launches that sum ``source`` into ``result``.
 
     ``transposed``: rows are keys and sources are queries, else the other way round.
     """
@@ -64,12 +60,12 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> La
         run_first, run_last = run_bounds(mask.documents)
     shared = {
         "p_source": source, "p_totals": totals, "p_real": real,
-        **_strides(source, "s"), "kv_heads": kv_heads, "sources": sources, "tiles": tiles,
+        **strides(source, "s"), "kv_heads": kv_heads, "sources": sources, "tiles": tiles,
         "HEAD_DIM": head_dim, "D": d, "N": n, "num_warps": warps,
     }  # fmt: skip
     sums = {
         "p_result": result, "p_doc_first": doc_first, "p_doc_last": doc_last,
-        "p_run_first": run_first, "p_run_last": run_last, **_strides(result, "r"),
+        "p_run_first": run_first, "p_run_last": run_last, **strides(result, "r"),
         "slots": call.tk, "rows": rows, "row_offset": 0 if transposed else older,
         "source_offset": older if transposed else 0, "back": back, "ahead": ahead,
         "TRANSPOSED": transposed, "HAS_DOCUMENTS": mask.documents is not None, "HAS_PADDING": real is not None,
@@ -78,22 +74,10 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> La
         "M": m, "CHUNK": _CHUNK, "num_stages": _STAGES,
     }  # fmt: skip
     return [
-        (
-            "tile_totals_kernel",
+        Launch(
+            "visible_sums.kernels.tile_totals_kernel",
             (tiles, batch * kv_heads),
             shared | {"HIDE_PADDING": real is not None and not transposed},
         ),
-        ("visible_sums_kernel", (cdiv(rows, m), batch * kv_heads), shared | sums),
+        Launch("visible_sums.kernels.visible_sums_kernel", (cdiv(rows, m), batch * kv_heads), shared | sums),
     ]
-
-
-def _run(plan: Launches) -> None:
-    # Imported late, where Triton is known to be there.
-    from affine_attn.kernels.visible_sums import kernels
-
-    for name, grid, arguments in plan:
-        getattr(kernels, name)[grid](**arguments)
-
-
-def _strides(x: Tensor, name: str) -> dict[str, int]:
-    return {f"stride_{name}{axis}": x.stride(n) for n, axis in enumerate("bht")}

@@ -1,0 +1,97 @@
+"""How the tokens are cut into tiles and segments for the epilogue kernels (kernels.py says what for)."""
+
+from typing import NamedTuple
+
+from affine_attn.core.call import Call
+from affine_attn.kernels.device import cdiv, padded
+from affine_attn.kernels.launch import NO_SUMS, RUNNING, TABLE, WHOLE
+
+
+class Tile(NamedTuple):
+    """Tokens and columns a program has at a time, forward and backward; tokens of a segment, which it walks down."""
+
+    tokens: int
+    columns: int
+    backward_columns: int
+    segment: int
+    warps: int
+
+
+# By padded head_dim, timed on an H200 (LOG.md).
+TILES = {
+    16: Tile(32, 16, 16, 64, 1),
+    32: Tile(16, 32, 32, 64, 1),
+    64: Tile(8, 64, 64, 64, 1),
+    128: Tile(8, 64, 128, 64, 1),
+    256: Tile(8, 64, 128, 64, 1),
+}
+# Without sums the heads of a group have nothing in common, and tokens neither: one tile of one head per program.
+TILES_WITHOUT_SUMS = {
+    16: Tile(128, 16, 16, 128, 4),
+    32: Tile(64, 32, 32, 64, 4),
+    64: Tile(64, 64, 64, 64, 4),
+    128: Tile(32, 128, 128, 32, 4),
+    256: Tile(16, 256, 256, 16, 4),
+}
+# Most query heads a program has in flight, and most columns of them: more would not fit its registers.
+_CHUNK, _CHUNK_COLUMNS = 4, 384
+# The sums of values go block by block of segments: tokens of a block at least, blocks at most.
+_BLOCK, _BLOCKS = 256, 31
+
+
+class Tiling(NamedTuple):
+    """Tiles and segments of a call, and where its sums come from."""
+
+    tile: Tile
+    sums: int
+    d: int  # head_dim rounded up to a power of two
+    tiles: int
+    query_segments: int
+    key_segments: int
+    older: int  # keys before the first query's
+    n_older: int  # segments of them
+
+    @property
+    def first(self) -> int:
+        """Slot where the first key segment starts."""
+        return self.older - self.n_older * self.tile.segment
+
+    @property
+    def block_segments(self) -> int:
+        """Segments of a block."""
+        return max(_BLOCK // self.tile.segment, cdiv(self.key_segments, _BLOCKS))
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(self.key_segments, self.block_segments)
+
+    def walkers(self, call: Call) -> int:
+        """Heads that walk: those of k, each with its group, or without sums those of q."""
+        return call.k.shape[1] if self.sums else call.heads
+
+    def constants(self, call: Call, columns: int) -> dict[str, int]:
+        group = call.heads // self.walkers(call)
+        chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
+        return {
+            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": call.q.shape[-1],
+            "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
+            "num_warps": self.tile.warps,
+        }  # fmt: skip
+
+
+def tiling_of(call: Call) -> Tiling:
+    d = padded(call.q.shape[-1])
+    sums = NO_SUMS
+    if call.beta is not None:
+        sums = TABLE if call.mask.restrictions else RUNNING if call.mask.causal else WHOLE
+    tile = (TILES if sums else TILES_WITHOUT_SUMS)[d]
+    if sums and call.heads == call.k.shape[1]:
+        # Heads that share no values with others ask for half as much per token.
+        tile = tile._replace(tokens=2 * tile.tokens)
+    # Without a causal mask every query sees every key; segments then only cut the sum.
+    older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
+    n_older = max(0, cdiv(older, tile.segment))
+    return Tiling(
+        tile, sums, d, cdiv(call.tq, tile.tokens), cdiv(call.tq, tile.segment),
+        n_older + cdiv(covered, tile.segment), older, n_older,
+    )  # fmt: skip
