@@ -122,15 +122,15 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
 def test_rows_that_tma_cannot_load_are_told():
     """They begin at multiples of 16 bytes, and follow each other in memory in no odd way."""
     whole = torch.empty(2, 2, 10, 72, dtype=torch.float16)
-    assert hopper.can_be_copied(whole[..., :64])
-    assert hopper.can_be_copied(whole[..., 8:])
+    assert sm90_forward.can_be_copied(whole[..., :64])
+    assert sm90_forward.can_be_copied(whole[..., 8:])
     for x in (
         whole[..., 4:68],
         whole[..., ::2],
         torch.empty(2, 2, 10, 68)[..., :64],
         whole[:, :1].expand(2, 2, 10, 72),
     ):
-        assert not hopper.can_be_copied(x)
+        assert not sm90_forward.can_be_copied(x)
 
 
 def test_programs_share_the_tiles_evenly():
