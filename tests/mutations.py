@@ -17,14 +17,15 @@ class Mutation(NamedTuple):
 
 ALPHA = "affine_attn/nn/alpha.py"
 EPILOGUE, KERNELS = "affine_attn/kernels/epilogue/eager.py", "affine_attn/kernels/epilogue/kernels.py"
-FUSED = "affine_attn/kernels/epilogue/launch.py"
-HOPPER, HOPPER_BACKWARD = "affine_attn/kernels/sm90/forward.py", "affine_attn/kernels/sm90/backward.py"
+FUSED, TILES = "affine_attn/kernels/epilogue/launch.py", "affine_attn/kernels/epilogue/tiles.py"
+LAUNCH, SCHEDULER = "affine_attn/kernels/launch.py", "affine_attn/kernels/sm90/scheduler.py"
+SM90_BACKWARD = "affine_attn/kernels/sm90/backward.py"
 MASKS, SUMS = "affine_attn/core/masks.py", "affine_attn/kernels/visible_sums/launch.py"
-REFERENCE = "affine_attn/core/reference.py"
+NONFINITE, BLOCKS = "affine_attn/core/nonfinite.py", "affine_attn/core/blocks.py"
 STATS = "affine_attn/core/stats.py"
-BLOCKED, DECODE = "affine_attn/engines/blocked.py", "affine_attn/engines/decode.py"
+BLOCKED, DECODE = "affine_attn/engines/blocked.py", "affine_attn/kernels/decode/launch.py"
 FLEX, STOCK = "affine_attn/engines/flex.py", "affine_attn/engines/aten.py"
-TRITON = "affine_attn/engines/flash.py"
+TRITON = "affine_attn/kernels/flash/launch.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
 SAMPLER, TEACHER = "affine_attn/distill/sampler.py", "affine_attn/distill/teacher.py"
 INTERFACE, MODELING = "affine_attn/models/interface.py", "affine_attn/models/modeling.py"
@@ -74,10 +75,10 @@ MUTATIONS: dict[str, Mutation] = {
         _SINKS[1:2],
     ),
     "a sink of inf in the backward, in torch": Mutation(
-        EPILOGUE, "torch.where(z == sink, 0.0, sink - z)", "(sink - z)", _SINKS[:1]
+        EPILOGUE, "torch.where(self.lse == sink, 0.0, sink - self.lse)", "(sink - self.lse)", _SINKS[:1]
     ),
     "dv is rounded twice": Mutation(
-        EPILOGUE, "_values_backward(du, call)).to(call.v.dtype)", "_values_backward(du, call).to(call.v.dtype))",
+        EPILOGUE, "(self.du, call)).to(call.v.dtype)", "(self.du, call).to(call.v.dtype))",
         _ROUNDED_ONCE,
     ),
     "the gradient of a sink is summed in 16 bits": Mutation(
@@ -95,18 +96,18 @@ MUTATIONS: dict[str, Mutation] = {
         "tl.exp(b_sinks[i] - b_lses[i])", _SINKS[2:],
     ),
     "a query that is not finite spoils a row without keys": Mutation(
-        REFERENCE, "(bad_q & sees_any[..., None])", "bad_q",
+        NONFINITE, "(bad_q & sees_any[..., None])", "bad_q",
         _in("decoding", "an_inf_or_nan_of_a_query_changes_nothing"),
     ),
     "a segment of older keys is left out": Mutation(
-        FUSED, "max(0, cdiv(older, tile.segment))", "max(0, older // tile.segment)",
+        TILES, "max(0, cdiv(older, tile.segment))", "max(0, older // tile.segment)",
         _epilogue(f"affine-{_OF_GROUPS}-causal-positive"),
     ),
     "chunks of heads do not add up to a group": Mutation(
-        FUSED, "if group % n == 0", "if n", _epilogue(f"affine-{_OF_GROUPS}-causal-positive")
+        TILES, "if group % n == 0", "if n", _epilogue(f"affine-{_OF_GROUPS}-causal-positive")
     ),
     "rows of the last tile are not negated": Mutation(
-        FUSED, "cdiv(queries, _ROWS)", "queries // _ROWS",
+        FUSED, "cdiv(queries, ROWS)", "queries // ROWS",
         _epilogue("alpha_only-B2-H4-K2-T100x100-D32-causal-negative"),
     ),
     "keys that every query sees get the sum of the last segment": Mutation(
@@ -120,14 +121,14 @@ MUTATIONS: dict[str, Mutation] = {
         _in("triton", "slices_of_columns_of_several_sequences"),
     ),
     "a failed backward leaves rows negated": Mutation(
-        FUSED, "            negate_rows(call, dy)  # which is the caller's\n", "",
+        FUSED, "                negate_rows(self.call, self.dy)  # which is the caller's\n", "",
         _in("triton", "a_failed_backward_leaves_the_incoming_gradient_as_it_was"),
     ),
     "rows of an input are negated": Mutation(
         FUSED, "is_dense and not is_shared", "is_dense", _in("hopper_backward", "a_gradient_of_y_that_is_an_input")
     ),
     "sinks of heads are taken for neighbours in memory": Mutation(
-        FUSED, "(0, sink.stride(0), 0)", "(0, 1, 0)", _in("triton", "any_memory_layout_will_do")
+        LAUNCH, "\"stride_sh\": sink.stride(0)", "\"stride_sh\": 1", _in("triton", "any_memory_layout_will_do")
     ),
     "every sequence has LogN's scale of the first": Mutation(
         FUSED, "row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0", "0",
@@ -138,7 +139,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("triton", "gradients_of_the_fused_epilogue_are_fp32_sums"),
     ),
     "tiles of heads that share no values are half as long": Mutation(
-        FUSED, "tile._replace(tokens=2 * tile.tokens)", "tile",
+        TILES, "tile._replace(tokens=2 * tile.tokens)", "tile",
         _in("triton", "slices_of_columns_of_several_sequences[affine-K2]"),
         equivalent="how many tokens a program has at a time changes its speed alone; both passes read the same plan",
     ),
@@ -156,7 +157,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("triton", "decoding_with_padding_and_documents_by_name"),
     ),
     "a window of decoding leaves out its oldest key": Mutation(
-        DECODE, '"window": mask.window or 0', '"window": (mask.window or 1) - 1',
+        DECODE, '"window": min(mask.window or 0, keys)', '"window": min((mask.window or 1) - 1, keys)',
         _in("triton", "decoding_over_a_cache[1-softmax-lengths_window-5]"),
     ),
     "a block mask outlives its mask": Mutation(
@@ -186,7 +187,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("triton", "far_tiles_are_as_exact_as_near_ones"),
     ),
     "far tiles of queries take the table of keys": Mutation(
-        TRITON, '*launch.far(config, "queries")', '*launch.far(config, "keys")',
+        TRITON, 'shared.arguments(of_keys, "queries")', 'shared.arguments(of_keys, "keys")',
         _in("triton", "far_tiles_are_as_exact_as_near_ones"),
     ),
     "a window that hides one key is none": Mutation(
@@ -228,37 +229,38 @@ MUTATIONS: dict[str, Mutation] = {
         _in("visible_sums", "against_the_dense_formula[causal-shape0-dtype0]"),
     ),
     "gradients of values are those of the last block": Mutation(
-        SUMS, "dx[:, :, keys] +=", "dx[:, :, keys] =", _in("engines", "blocks_of_rows_add_up[causal]")
+        BLOCKS, "dx[:, :, keys] +=", "dx[:, :, keys] =", _in("engines", "blocks_of_rows_add_up[causal]")
     ),
     # Kernels for Hopper.
     "query heads read the kv head of another group": Mutation(
-        HOPPER, "head * kv_heads // heads", "head % kv_heads", _in("hopper_forward", "programs_share_the_tiles_evenly")
+        SCHEDULER, "head * kv_heads // heads", "head % kv_heads",
+        _in("hopper_forward", "programs_share_the_tiles_evenly"),
     ),
     "a head of those at once is left out": Mutation(
-        HOPPER, "places[first : first + heads_at_once]", "places[first : first + heads_at_once - 1]",
+        SCHEDULER, "places[first : first + heads_at_once]", "places[first : first + heads_at_once - 1]",
         _in("hopper_forward", "programs_share_the_tiles_evenly"),
     ),
     "a list of tiles ends where its program still looks": Mutation(
-        HOPPER, "max(map(len, lists)) + 1", "max(map(len, lists))",
+        SCHEDULER, "max(map(len, lists)) + 1", "max(map(len, lists))",
         _in("hopper_forward", "programs_share_the_tiles_evenly"),
     ),
     "rows that TMA cannot load are let through": Mutation(
-        HOPPER, "n > 0 and not n % 8", "n > 0", _in("hopper_forward", "rows_that_tma_cannot_load_are_told")
+        SCHEDULER, "n > 0 and not n % 8", "n > 0", _in("hopper_forward", "rows_that_tma_cannot_load_are_told")
     ),
     "beta in units of the scores is not scaled back": Mutation(
-        HOPPER_BACKWARD, "1 / call.scale", "call.scale",
+        SM90_BACKWARD, "1 / call.scale", "call.scale",
         _in("hopper_backward", "gradients[affine-B1-H2-K1-T300x300-D64]"),
     ),
     "dq lacks the scale of the scores": Mutation(
-        HOPPER_BACKWARD, "sums[:, :, : call.tq], call.scale", "sums[:, :, : call.tq], 1.0",
+        SM90_BACKWARD, "sums[:, :, : call.tq], call.scale", "sums[:, :, : call.tq], 1.0",
         _in("hopper_backward", "gradients[sink-B1-H2-K1-T300x300-D64]"),
     ),
     "dq is added to what memory held": Mutation(
-        HOPPER_BACKWARD, "torch.zeros(shape", "torch.empty(shape",
+        SM90_BACKWARD, "torch.zeros(shape", "torch.empty(shape",
         _in("hopper_backward", "gradients[sink-B1-H2-K1-T300x300-D64]"),
     ),
     "the caller's gradient stays negated": Mutation(
-        HOPPER_BACKWARD, "if rows.do is dy:", "if rows.do is not dy:",
+        SM90_BACKWARD, "if rows.do is dy:", "if rows.do is not dy:",
         _in("hopper_backward", "a_failed_launch_leaves_the_gradient_of_y_as_it_was"),
     ),
     # Masks.
