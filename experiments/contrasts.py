@@ -144,7 +144,7 @@ def variances(runs: Sequence[Run]) -> list[Row]:
             if all(both):
                 difference = paired(both[0][1], both[1][1]).difference  # pyright: ignore
                 row |= {"n": difference.n} | interval_columns(f"ratio from step {start}", difference, math.exp)
-    return list(rows.values())
+    return [row for row in rows.values() if "n" in row]
 
 
 def shares(runs: Sequence[Run]) -> list[Row]:
@@ -161,8 +161,12 @@ def shares(runs: Sequence[Run]) -> list[Row]:
             shared = sorted(scale.keys() & softmax.keys() & affine.keys())
             gains = [[softmax[seed] - values[seed] for seed in shared] for values in (scale, affine)]
             gain, of_affine = (interval(values).mean for values in gains)
-            row: Row = {"variant": name, "lr": rate, "n": len(shared), "gain": gain, "affine's gain": of_affine}
-            rows.append(row | {"share": gain / of_affine})
+            row: Row = {"variant": name, "lr": rate, "n": len(shared), "loss": interval(list(scale.values())).mean}
+            row |= {"gain": gain, "affine's gain": of_affine, "share": gain / of_affine}
+            row["against softmax at its best rate"] = paired(
+                scale, measured["a", "softmax", BEST["softmax"]]
+            ).difference.mean
+            rows.append(row)
     return rows
 
 

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
-from experiments import claims, details
+from experiments import claims, contrasts, details
 from experiments.claims import BEST, Claim
 from experiments.compare import Interval, paired
+from experiments.controls import HALF, LEARNED
 from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
 from experiments.runs import Run
 from experiments.tables import BASELINE, Row, best_rate, by_setting
 
 _DOUBTS = {
-    ("loss", "affine", "softmax"): "its output scale at the start, q/k norm and rate are not told apart",
+    ("loss", "affine", "softmax"): "a constant on the output does as much at 0.003",
     ("loss", "affine", "sink"): "weight decay acted on these sinks",
     ("loss", "affine_gated", "gated"): "three seeds",
     ("variance of gradient norms", "affine", "softmax"): "most of it lies in the first ten steps",
@@ -101,8 +102,7 @@ def summary(runs: Sequence[Run]) -> list[str]:
     low, best = leads[f"{PAPER_RATE:g}"], leads[BEST]
     early, late = ([name for name in low if " to " in name][place] for place in (0, -1))
     swept, common = f"at {SWEPT_RATE:g}", f"at {COMMON_RATE:g}"
-    share, error = details.share_of_norms(runs), details.accuracy_error(of_a)
-    ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
+    error = details.accuracy_error(of_a)
     paper, high = f"{PAPER_RATE:g}", f"{HIGH_RATE:g}"
     gated, early_share = against("gated", BASELINE), _percent(steady[PAPER_RATE]["of the first ten steps"])
     spread, spread_of_softmax = (
@@ -118,6 +118,7 @@ def summary(runs: Sequence[Run]) -> list[str]:
         f"At {high} softmax, sink and off-by-one end far above their best; affine and gates bear it (three seeds).",
         f"**An elementwise gate does more**: {gated[0]} at own best, {gated[1]}. Affine on top of it makes it worse by "
         f"{worse.mean:.3g} [{worse.low:.3g}, {worse.high:.3g}] up to {COMMON_RATE:g}, in {times} of {pairs} pairs.",
+        _why(runs, details.share_of_norms(runs)),
         f"**The lead is one of early training and was still shrinking when runs ended**: at the paper's rate from "
         f"{low[early]:.3g} (steps {early}) to {low[late]:+.3g} (steps {late}), on the other side of zero from "
         f"step {low['keeps its sign from step']} on; at own best from {best[early]:.3g} to {best[late]:.3g}.",
@@ -130,18 +131,28 @@ def summary(runs: Sequence[Run]) -> list[str]:
         "**Sink and off-by-one** do not differ from softmax at any rate by an interval that leaves out zero.",
         "**Steadiness relative to the mean, and spikes, are no results**: the sign of both depends on where one begins "
         "to count and on whose threshold ([table](reproduction-gradients.md#what-the-sign-depends-on)).",
-        _why(share, ran),
         f"**Accuracies** are of one seed, and between two students the questions alone make a standard error of "
         f"{'' if error is None else f'{error:.1f}'} points: nothing follows.",
     ]
 
 
-def _why(share: float | None, ran: Sequence[str]) -> str:
-    norms = "" if share is None else f"; in one seed norms on q and k alone have {_percent(share)} of its lead"
-    state = f"Controls {', '.join(ran)} have runs" if ran else "Controls are ready and have not been run"
+def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
+    """What the controls say so far."""
+    norms = (
+        "" if share_of_norms is None else f"; in one seed norms on q and k alone have {_percent(share_of_norms)} of it"
+    )
+    shares = {row["variant"]: row for row in contrasts.shares(runs) if row["lr"] == COMMON_RATE}
+    if LEARNED not in shares:
+        return f"**Why affine is ahead is open**: it halves the output of attention at the start{norms}."
+    compared = {row["comparison"]: row for row in contrasts.losses(runs) if row["lr"] == f"{COMMON_RATE:g}"}
+    row = compared[f"affine against {LEARNED}"]
+    left = f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}], {row['n']} seeds"
+    learned, half = (_percent(shares[name]["share"]) for name in (LEARNED, HALF))
+    ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
     return (
-        f"**Why affine is ahead is open**: it halves the output of attention at the start{norms}. {state} "
-        "([controls](reproduction-controls.md))."
+        f"**At {COMMON_RATE:g} a constant does nearly all that affine does there**: the output of softmax times one "
+        f"learned number per head has {learned} of affine's gain on softmax, times a fixed 0.5 {half}; affine against "
+        f"the learned number is {left} ({row['outcome']}){norms}. Of the controls, so far: {', '.join(ran)}."
     )
 
 

@@ -306,6 +306,28 @@ def test_headline_numbers_from_the_raw_series():
     assert f"{gaps[-1]:+.3g} (steps 1201 to 1250), on the other side of zero from step {50 * last + 51} on" in text
 
 
+def test_numbers_of_the_first_control_from_the_raw_results():
+    """A scale's share of affine's gain, and what is left between the two, by code of its own."""
+    root, text = (
+        report.ROOT / "experiments" / "results" / "runs",
+        (report.ROOT / "docs" / "reproduction.md").read_text(),
+    )
+
+    def finals(groups: str, variant: str) -> np.ndarray:
+        found = [json.loads(path.read_text()) for path in root.glob(f"{groups}/{variant}-0.003/result.json")]
+        by_seed = {result["seed"]: result["valid"]["kd"] for result in found}
+        return np.array([by_seed[seed] for seed in (1, 2, 3)])
+
+    softmax, affine = finals("a-*", "softmax"), finals("a-*", "affine")
+    learned, half = finals("1-scale-*", "softmax-x-learned"), finals("1-scale-*", "softmax-x-0.5")
+    gain = (softmax - affine).mean()
+    assert f"has {100 * (softmax - learned).mean() / gain:.0f} % of affine's gain on softmax" in text
+    assert f"times a fixed 0.5 {100 * (softmax - half).mean() / gain:.0f} %" in text
+    left = affine - learned
+    margin = 4.3026527 * left.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
+    assert f"{left.mean():+.3g} [{left.mean() - margin:.3g}, {left.mean() + margin:.3g}], 3 seeds" in text
+
+
 def test_pages_are_short_and_say_the_same():
     """A page of two minutes and appendices that can be read; the README repeats its first six lines."""
     pages = {path.name: path.read_text() for path in report.DOCUMENTS}
