@@ -32,6 +32,7 @@ def main() -> int:
     run.add_argument("--output", type=Path, default=Path("runs/experiments"))
     run.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
     run.add_argument("--only", default="", metavar="PREFIX", help="groups whose name begins so")
+    run.add_argument("--small", action="store_true", help="instead: controls with the demo's students, on a CPU")
     run.add_argument("--commit", help="of this code, where git cannot tell")
     run.add_argument("--dry-run", action="store_true", help="print the plan, train nothing")
     run.set_defaults(command=_run)
@@ -99,6 +100,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     recipe = grid.base_recipe(arguments.data, arguments.teacher)
     everything = grid.groups(recipe) + controls.groups(recipe)
+    if arguments.small:
+        everything = controls.small_groups(controls.small_recipe(arguments.data, arguments.teacher))
     chosen = [group for group in everything if group.name.startswith(arguments.only)]
     if not chosen:
         raise ValueError(f"no group begins with {arguments.only!r}; --dry-run prints them all")

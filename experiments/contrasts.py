@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from experiments import controls
 from experiments.compare import holm, interval, paired, welch
-from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, UNDECAYED
+from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, SMALL, UNDECAYED
 from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
 from experiments.runs import Run
-from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, gradient_variance, interval_columns
+from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, by_setting, gradient_variance, interval_columns
 
 SCALES = (controls.HALF, controls.ROOT_HALF, LEARNED, IDENTITY)
 TABLE_RATES = (COMMON_RATE, SWEPT_RATE, PAPER_RATE, HIGH_RATE)
@@ -167,6 +167,24 @@ def shares(runs: Sequence[Run]) -> list[Row]:
                 scale, measured["a", "softmax", BEST["softmax"]]
             ).difference.mean
             rows.append(row)
+    return rows
+
+
+def small(runs: Sequence[Run]) -> list[Row]:
+    """The same questions to the demo's students: each variant against softmax, and affine against each, by rate."""
+    at = by_setting([run for run in runs if run.table == SMALL], lambda run: run.valid.get("kd"))
+    rows = []
+    for variant, rate in sorted(at, key=lambda key: key[1]):
+        values = at[variant, rate]
+        row: Row = {"variant": variant, "lr": rate, "n": len(values), "loss": interval(list(values.values())).mean}
+        for baseline, other, name in (
+            ("softmax", variant, "against softmax"),
+            (variant, "affine", "affine against it"),
+        ):
+            if baseline != other and (other, rate) in at and (baseline, rate) in at:
+                difference, p = paired(at[other, rate], at[baseline, rate])
+                row |= interval_columns(name, difference) | {f"p of {name}": p}
+        rows.append(row)
     return rows
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from affine_attn.core.spec import Affine, AttentionSpec
 from affine_attn.core.variants import variant
-from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.recipes import Recipe, demo
 from affine_attn.models.presets import at_length
 from experiments.grid import (
     COMMON_RATE,
@@ -33,6 +33,9 @@ LOWER_RATE, HIGHER_RATE = 1.5e-3, 4e-3
 BEST = {"softmax": SWEPT_RATE, "sink": PAPER_RATE, "affine": COMMON_RATE, "gated": COMMON_RATE}
 # An MLP of 128 more channels has the parameters of an elementwise gate: 3 x 128 x width = width x width at width 384.
 WIDER = 1280
+# The same questions with the demo's students: a table, rates and seeds of their own.
+SMALL, SMALL_RATES, SMALL_SEEDS = "small", (2e-3, 6e-3), range(1, 11)
+NORMED, SLOWLY = ", q/k norm", ", longer warmup"
 SLOWER, LONGER = 3, 2  # times the warmup, times the steps
 
 
@@ -47,6 +50,30 @@ def groups(recipe: Recipe) -> list[Group]:
         *_matched(recipe),
         *_warmup(recipe),
     ]
+
+
+def small_recipe(data: str, teacher: str) -> Recipe:
+    """The demo's students, for one thread of a CPU: 0.1M parameters, 0.7M tokens of Python's standard library."""
+    return replace(demo(), data=data, teacher=teacher, documents=False, statistics_steps=0, valid_sequences=1 << 20)
+
+
+def small_groups(recipe: Recipe) -> list[Group]:
+    """Controls 1, 2, 5 and 7 for many seeds at that scale, which decide nothing about the paper's."""
+    found = []
+    for seed in SMALL_SEEDS:
+        students, slower = [], []
+        for rate in SMALL_RATES:
+            for name in ("softmax", "affine", HALF, ROOT_HALF, LEARNED, IDENTITY, NO_BETA, HEADWISE):
+                students.append(_student(name, recipe, rate, decays_sinks=name != LEARNED))
+            for name in ("softmax", "affine"):
+                normed = _student(name, recipe, rate, qk_norm=True)
+                students.append(replace(normed, variant=f"{name}{NORMED}"))
+            slower.append(replace(_student("softmax", recipe, rate), variant=f"softmax{SLOWLY}"))
+        warmup = replace(recipe, warmup_steps=SLOWER * recipe.warmup_steps)
+        of_seed = (("small", recipe, students), ("small-warmup", warmup, slower))
+        for name, chosen, each in of_seed:
+            found.append(replace(_group(name, chosen, seed, tuple(each)), table=SMALL))
+    return found
 
 
 def _group(name: str, recipe: Recipe, seed: int, students: tuple[Student, ...]) -> Group:

@@ -12,6 +12,7 @@ from typing import Any
 from affine_attn.files import write_text
 from benchmarks.readme import rewrite
 from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, tables
+from experiments.controls import SMALL
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
@@ -55,13 +56,15 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
     shown |= {"variances": contrasts.variances(runs), "leads": details.leads(of_a), "spread": details.spread(of_a)}
     shown |= {"steadiness": details.steadiness(of_a), "headlines": headlines.rows(of_a)}
+    shown |= {"small": contrasts.small(runs)}
     shown |= {"larger": larger.cost(), "resolution": larger.resolution(of_a)}
     del shown["controls"]
     parts = {name: markdown(rows) or _NOT_RUN for name, rows in shown.items()}
     judges = [row for row in per_run["table_a"] if "seed" not in row]
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)
     parts |= {f"control_{n}": _control(compared, n) for n in sorted({row["control"] for row in compared})}
-    parts["runs"] = cost(runs)
+    parts["runs"] = cost([run for run in runs if run.table != SMALL])
+    parts["small_runs"] = cost([run for run in runs if run.table == SMALL])
     parts["reproduction"] = _short(summaries, floor)
     said = [f"- {sentence}" for sentence in headlines.summary(runs)]
     parts["summary"], parts["six_lines"] = ("\n".join(lines) or _NOT_RUN for lines in (said, said[:6]))
@@ -108,6 +111,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def cost(runs: Sequence[Run]) -> str:
     """What was run, on what, and for how long."""
+    if not runs:
+        return _NOT_RUN
     finished = [run for run in runs if run.result]
     minutes = sum(run.result["speed"]["seconds"] / run.result["speed"]["students"] for run in finished) / 60
     tokens = sum(_tokens(run) for run in finished)
