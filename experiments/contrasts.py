@@ -8,10 +8,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from affine_attn.distill.gradients import STEPS, gradient_statistics
 from experiments import controls
 from experiments.compare import holm, interval, paired, welch
-from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, SMALL, UNDECAYED
-from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
+from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, UNDECAYED
+from experiments.details import spikes
+from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SMALL, SWEPT_RATE
 from experiments.runs import Run
 from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, by_setting, gradient_variance, interval_columns
 
@@ -145,6 +147,37 @@ def variances(runs: Sequence[Run]) -> list[Row]:
                 difference = paired(both[0][1], both[1][1]).difference  # pyright: ignore
                 row |= {"n": difference.n} | interval_columns(f"ratio from step {start}", difference, math.exp)
     return [row for row in rows.values() if "n" in row]
+
+
+def early(runs: Sequence[Run]) -> list[Row]:
+    """Of the ninth control, gradient norms of the first steps by architecture: variances as ratios, the rest as
+    differences, and the norm of the very first step."""
+    norms: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for run in runs:
+        control, _, rest = run.config["group"].partition("-")
+        if run.table == CONTROLS and control == "9":
+            size = rest.split("-")[0]
+            norms.setdefault((size, run.variant), {})[run.seed] = run.series()["grad_norm"][:STEPS]
+    rows = []
+    for (size, variant), mine in norms.items():
+        row: Row = {"students": size, "variant": variant, "n": len(mine)}
+        row |= {"norm of step 1": interval([series[0] for series in mine.values()]).mean}
+        baseline = norms.get((size, "softmax"), {})
+        pairs = [(mine[seed], baseline[seed]) for seed in mine.keys() & baseline.keys()]
+        if variant == "softmax" or not pairs:
+            rows.append(row)
+            continue
+        for start in (1, *LATER):
+            both = [[gradient_variance(series, start) for series in pair] for pair in pairs]
+            logs = [math.log(one / other) for one, other in both if one and other]
+            row |= interval_columns(f"ratio from step {start}", interval(logs), math.exp)
+        cv = [[gradient_statistics(series)["cv"] for series in pair] for pair in pairs]
+        row |= interval_columns("cv", interval([one - other for one, other in cv]))
+        for name, own in (("own", True), ("softmax's", False)):
+            counted = [spikes(one, one if own else other) - spikes(other, other) for one, other in pairs]
+            row |= interval_columns(f"spikes, {name} threshold", interval(counted))
+        rows.append(row)
+    return rows
 
 
 def shares(runs: Sequence[Run]) -> list[Row]:

@@ -19,6 +19,7 @@ from experiments.grid import (
     MORE_SEEDS,
     PAPER_RATE,
     SEEDS,
+    SMALL,
     SWEPT_RATE,
     Group,
     Student,
@@ -34,9 +35,14 @@ BEST = {"softmax": SWEPT_RATE, "sink": PAPER_RATE, "affine": COMMON_RATE, "gated
 # An MLP of 128 more channels has the parameters of an elementwise gate: 3 x 128 x width = width x width at width 384.
 WIDER = 1280
 # The same questions with the demo's students: a table, rates and seeds of their own.
-SMALL, SMALL_RATES, SMALL_SEEDS = "small", (2e-3, 6e-3), range(1, 11)
+SMALL_RATES, SMALL_SEEDS = (2e-3, 6e-3), range(1, 11)
 NORMED, SLOWLY = ", q/k norm", ", longer warmup"
 SLOWER, LONGER = 3, 2  # times the warmup, times the steps
+# The paper's architectures for the first steps, at its rate and with as many tokens a step as all other students.
+EARLY: dict[str, Any] = {"steps": 500, "decay_steps": 0, "sequence_length": 2048, "global_batch": 16, "micro_batch": 16}
+EARLY |= {"statistics_steps": 0, "valid_sequences": 64}
+SIZES = {"0.5b": "qwen1.5-0.5b", "1b": "llama3.2-1b"}
+VOCABULARY = 49152  # the teacher's
 
 
 def groups(recipe: Recipe) -> list[Group]:
@@ -49,6 +55,7 @@ def groups(recipe: Recipe) -> list[Group]:
         *_neighbours(recipe),
         *_matched(recipe),
         *_warmup(recipe),
+        *_early(recipe),
     ]
 
 
@@ -174,3 +181,14 @@ def _warmup(recipe: Recipe) -> Iterator[Group]:
     for seed in SEEDS:
         students = (_student(UNDECAYED, recipe, BEST["sink"], decays_sinks=False),)
         yield _group("7-undecayed", recipe, seed, students)
+
+
+def _early(recipe: Recipe) -> Iterator[Group]:
+    """9: gradients of the first steps at the paper's architectures, their own rotary embeddings included."""
+    for name, architecture in SIZES.items():
+        early = replace(recipe, student=architecture, vocab_size=recipe.vocab_size or VOCABULARY, **EARLY)
+        is_smaller = name == "0.5b"
+        wanted = ("softmax", "affine", HALF, NO_BETA) if is_smaller else ("softmax", "affine", HALF)
+        for seed in SEEDS if is_smaller else SEEDS[:2]:
+            students = tuple(_student(variant, early, PAPER_RATE, positions="preset") for variant in wanted)
+            yield _group(f"9-{name}", early, seed, students)

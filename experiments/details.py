@@ -96,8 +96,8 @@ def steadiness(runs: Sequence[Run]) -> list[Row]:
         for start in (1, BEHIND_WARMUP):
             both = [[gradient_statistics(series[start - 1 :])["cv"] for series in pair] for pair in pairs]
             row |= interval_columns(f"cv from step {start}", interval([mine - theirs for mine, theirs in both]))
-        own = [_spikes(mine, mine) - _spikes(theirs, theirs) for mine, theirs in pairs]
-        common = [_spikes(mine, theirs) - _spikes(theirs, theirs) for mine, theirs in pairs]
+        own = [spikes(mine, mine) - spikes(theirs, theirs) for mine, theirs in pairs]
+        common = [spikes(mine, theirs) - spikes(theirs, theirs) for mine, theirs in pairs]
         row |= interval_columns("spikes, own threshold", interval(own))
         row |= interval_columns("spikes, softmax's threshold", interval(common))
         whole, rest = (
@@ -108,7 +108,8 @@ def steadiness(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _spikes(norms: Sequence[float], threshold_of: Sequence[float]) -> int:
+def spikes(norms: Sequence[float], threshold_of: Sequence[float]) -> int:
+    """Steps above the median of ``threshold_of`` by so many times its usual distance from it."""
     g = np.asarray(threshold_of)
     median = np.median(g)
     return int((np.asarray(norms) > median + SPIKE_FACTOR * np.median(abs(g - median))).sum())

@@ -18,7 +18,7 @@ LENGTH = 1024
 PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only
 SWEPT_RATE, HIGH_RATE = 2e-3, 5e-3  # the rest of the sweep
 SEEDS, MORE_SEEDS = (1, 2, 3), (4, 5)
-CONTROLS = "controls"  # the table of experiments/controls.py
+CONTROLS, SMALL = "controls", "small"  # the tables of experiments/controls.py
 CORE, OTHERS = ("softmax", "sink", "affine"), ("off_by_one", "gated", "affine_gated")
 
 
@@ -37,7 +37,7 @@ class Student:
     learning_rate: float
     w_a: Literal["normal", "zeros"] = "normal"  # start of alpha's weights
     qk_norm: bool = False
-    positions: Literal["default", "p_rope", "nope"] = "default"  # rotary embeddings
+    positions: Literal["default", "p_rope", "nope", "preset"] = "default"  # rotary embeddings
     slowest: int | None = None  # of p_rope, if not its usual one
     intermediate: int | None = None  # width of the MLP, if not the preset's
     decays_sinks: bool = False  # weight decay acts on sinks and scales too, as it did in the first runs
@@ -53,7 +53,7 @@ class Student:
         positions: dict[str, Any] = {"rope_type": self.positions, "rope_theta": 10000.0}
         if self.slowest is not None:
             positions["slowest"] = self.slowest
-        changes: dict[str, Any] = {"rope_parameters": positions}
+        changes: dict[str, Any] = {} if self.positions == "preset" else {"rope_parameters": positions}
         if recipe.vocab_size is not None:
             changes["vocab_size"] = recipe.vocab_size
         if self.intermediate is not None:
@@ -90,6 +90,11 @@ class Group:
         """Figures compare students of one seed at one rate."""
         is_shown = self.table in ("a", "c", "d")
         return is_shown and self.recipe.seed == SEEDS[0] and student.learning_rate == COMMON_RATE
+
+    @property
+    def is_kept(self) -> bool:
+        """Models of controls are looked at by nobody, and some are large."""
+        return self.table not in (CONTROLS, SMALL)
 
     def __post_init__(self) -> None:
         if len({student.name for student in self.students}) < len(self.students):

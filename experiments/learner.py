@@ -27,6 +27,9 @@ from experiments.replay import Replay
 
 # Attentions of a process, each compiled for its first layer; torch would go back to uncompiled code after 8.
 _MOST_GRAPHS = 64
+# Parameters from which a step takes a GPU longer than the host needs to launch it. A recorded one would keep the memory
+# of its activations, and leave none to other students.
+_LARGE = 200e6
 
 
 class Learner:
@@ -51,7 +54,7 @@ class Learner:
         self.statistics: list[dict[str, Any]] = []
         self.diverged: int | None = None  # the first step with a loss or a gradient that is not finite
         self._measured: list[tuple[float, Tensor]] = []
-        self._replay = Replay()
+        self._replay = Replay(records=self.model.num_parameters() < _LARGE)
 
     def step(self, batch: dict[str, Tensor], target: Logits | None) -> None:
         """One optimizer step. Nothing waits for its numbers. The target must lie in the same memory at every step, and

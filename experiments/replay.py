@@ -11,13 +11,15 @@ EAGER_STEPS = 3
 
 
 class Replay:
-    """Calls a step: at first as it is, then by replaying what it launched once. On the CPU always as it is.
+    """Calls a step: at first as it is, then by replaying what it launched once. On the CPU, or where it is not to
+    record, always as it is.
 
     The step must do the same at every call but for its inputs, tensors that keep their shapes, and for what the tensors
     it holds contain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: bool = True) -> None:
+        self._records = records
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
@@ -27,7 +29,7 @@ class Replay:
         self._calls += 1
         if not inputs[0].is_cuda:
             return step(*inputs)
-        if self._calls <= EAGER_STEPS:
+        if not self._records or self._calls <= EAGER_STEPS:
             return _on_a_side_stream(step, inputs)
         if self._graph is None:
             self._record(step, inputs)

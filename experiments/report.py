@@ -12,7 +12,7 @@ from typing import Any
 from affine_attn.files import write_text
 from benchmarks.readme import rewrite
 from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, tables
-from experiments.controls import SMALL
+from experiments.grid import SMALL
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
 
@@ -56,7 +56,7 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
     shown |= {"variances": contrasts.variances(runs), "leads": details.leads(of_a), "spread": details.spread(of_a)}
     shown |= {"steadiness": details.steadiness(of_a), "headlines": headlines.rows(of_a)}
-    shown |= {"small": contrasts.small(runs)}
+    shown |= {"small": contrasts.small(runs), "early": contrasts.early(runs)}
     shown |= {"larger": larger.cost(), "resolution": larger.resolution(of_a)}
     del shown["controls"]
     parts = {name: markdown(rows) or _NOT_RUN for name, rows in shown.items()}

@@ -96,7 +96,8 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
         own, measured = folder / learner.student.name, valid.get(learner.student.name)
         runs.write_series(own, group, learner, environment)
         if measured is not None:
-            runs.write_model(own, learner.model, text.tokenizer)
+            if group.is_kept:
+                runs.write_model(own, learner.model, text.tokenizer)
             if group.is_analysed(learner.student):
                 runs.write_analysis(own, recipe, learner.model.config.num_hidden_layers)
             if group.needles is not None:

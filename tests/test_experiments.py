@@ -406,7 +406,7 @@ def test_the_command(data, teacher, tmp_path, monkeypatch, capsys):
     assert "noise-seed3" in capsys.readouterr().out
     assert call("run", *place, "--only", "nothing") == 2
     assert "no group begins with 'nothing'" in capsys.readouterr().err
-    monkeypatch.setattr(grid, "base_recipe", lambda data, teacher: tiny(data, teacher=teacher))
+    monkeypatch.setattr(grid, "base_recipe", lambda data, teacher: tiny(data, teacher=teacher, warmup_steps=1))
     assert call("run", *place, "--only", "noise", "--commit", "f" * 40) == 0
     assert "all groups are finished" in capsys.readouterr().out
     about = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("environment.json")]
@@ -494,7 +494,9 @@ def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, mo
             own = replace(group, name=f"a-{number}-seed{seed}")
             side_by_side.train(own, carry_out._teacher(base), of_a / own.name, math.inf, {"commit": "0" * 40})
     place = ("run", "--data", str(data), "--teacher", str(teacher), "--output", str(of_a), "--commit", "0" * 40)
-    for number in range(1, 8):
+    monkeypatch.setattr(controls, "SIZES", dict.fromkeys(controls.SIZES, "nano"))
+    monkeypatch.setattr(controls, "EARLY", {"decay_steps": 0, "steps": 12})
+    for number in (1, 2, 3, 4, 5, 6, 7, 9):
         monkeypatch.setattr("sys.argv", ["experiments", *place, "--only", f"{number}-"])
         assert command.main() == 0
     found = list(runs.read_runs(of_a))
@@ -514,8 +516,11 @@ def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, mo
         copied.write_text(original.read_text())
     written = report.write_report(of_a, tmp_path / "results", pages)
     assert {path.name for path in islice(written, 12 + len(pages))} >= {"controls.csv", "controls_summary.csv"}
-    text = (tmp_path / "reproduction-controls.md").read_text()
-    assert "Nothing has been run yet" not in text.split("## Results")[1]
+    early = contrasts.early(found)
+    assert [row["n"] for row in early] == [2] * 7
+    assert all(math.isfinite(row["ratio from step 1"]) for row in early if row["variant"] != "softmax")
+    text = (tmp_path / "reproduction-controls.md").read_text().split("## Results")[1]
+    assert text.count("Nothing has been run yet") == 2, "of the controls on a CPU alone"
 
 
 def test_the_grid_still_knows_the_runs_that_were_made():
