@@ -1,4 +1,4 @@
-"""What the controls are compared with, as it was written down before they were run (docs/controls.md), and the result.
+"""What the controls are compared with, as it was written down before they were run (docs/reproduction-controls.md), and the result.
 
 A comparison is a difference of two settings at equal seed. Its outcome is decided by the 95 % interval of that
 difference: better below zero, worse above it, else open.

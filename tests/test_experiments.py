@@ -519,8 +519,7 @@ def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, mo
     early = contrasts.early(found)
     assert [row["n"] for row in early] == [2] * 7
     assert all(math.isfinite(row["ratio from step 1"]) for row in early if row["variant"] != "softmax")
-    text = (tmp_path / "reproduction-controls.md").read_text().split("## Results")[1]
-    assert text.count("Nothing has been run yet") == 2, "of the controls on a CPU alone"
+    assert "Nothing has been run yet" not in (tmp_path / "reproduction-controls-results.md").read_text()
 
 
 def test_the_grid_still_knows_the_runs_that_were_made():
