@@ -1,7 +1,7 @@
-"""What the controls are compared with, as it was written down before they were run (docs/reproduction-controls.md), and the result.
+"""What the controls are compared with, as it was written down before they were run, and what came out.
 
-A comparison is a difference of two settings at equal seed. Its outcome is decided by the 95 % interval of that
-difference: better below zero, worse above it, else open.
+The rules are in docs/reproduction-controls.md. A comparison is a difference of two settings at equal seed. Its outcome
+is decided by the 95 % interval of that difference: better below zero, worse above it, else open.
 """
 
 import math

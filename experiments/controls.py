@@ -1,7 +1,8 @@
 """Controls of what tables A and B say of affine: its output scale, norms of q and k, the learning rate, the length of
-training, beta, parameters and warmup. docs/reproduction-controls.md has what was decided before the first of them was run.
+training, beta, parameters and warmup.
 
-A control has a number, which its groups begin with: ``python -m experiments run --only 1-`` trains those of the first.
+docs/reproduction-controls.md has what was decided before the first of them was run. A control has a number, which its
+groups begin with: ``python -m experiments run --only 1-`` trains those of the first.
 """
 
 from collections.abc import Iterator
