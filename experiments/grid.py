@@ -65,6 +65,13 @@ class Student:
         # Runs that were made before there were such fields must compare equal.
         return {name: value for name, value in fields.items() if name not in _BEFORE or value != _BEFORE[name]}
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Student":
+        """The student of what :meth:`to_dict` gave, or gave before there were as many fields."""
+        given: dict[str, Any] = _BEFORE | fields
+        given["attention"] = AttentionSpec.from_dict(fields["attention"])
+        return cls(**given)
+
 
 @dataclass(frozen=True)
 class Needles:

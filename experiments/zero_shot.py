@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
 from affine_attn.evaluate.score import SCORES, digest, read_requests, score, write_lines
-from experiments.grid import Group
+from experiments.grid import Group, Student
 from experiments.runs import MODEL, Run, write_gzip
 
 ANSWERS = "answers.json.gz"
@@ -22,7 +23,7 @@ ANSWERS = "answers.json.gz"
 
 def write_questions(group: Group, request: Request, questions: Path) -> int:
     """The same for every student that is made as those of the group; returns how many."""
-    with _without_weights(group) as subject:
+    with _without_weights(group.students[0], group.recipe) as subject:
         return export_requests(subject, request, questions)
 
 
@@ -51,7 +52,8 @@ def count(runs: Iterable[Run], group: Group, request: Request, questions: Path) 
             raise ValueError(
                 f"{file} answers other questions than {questions}: remove it, and let its model answer again"
             )
-        with _without_weights(group) as subject, tempfile.TemporaryDirectory() as folder:
+        student = Student.from_dict(run.config["student"])
+        with _without_weights(student, group.recipe) as subject, tempfile.TemporaryDirectory() as folder:
             scores = Path(folder) / "scores.jsonl"
             header = {"format": SCORES, "requests": digest(pairs), "model": answers["model"]}
             write_lines(scores, header, zip(pairs, answers["scores"], strict=True))
@@ -60,9 +62,9 @@ def count(runs: Iterable[Run], group: Group, request: Request, questions: Path) 
 
 
 @contextmanager
-def _without_weights(group: Group) -> Iterator[Subject]:
+def _without_weights(student: Student, recipe: Recipe) -> Iterator[Subject]:
     """What the harness asks of a model before it has questions: its configuration and tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        copy_files(TokenShards(group.recipe.data, 1).tokenizer, Path(folder))
-        group.students[0].config(group.recipe).save_pretrained(folder)
+        copy_files(TokenShards(recipe.data, 1).tokenizer, Path(folder))
+        student.config(recipe).save_pretrained(folder)
         yield Subject(folder)

@@ -533,3 +533,4 @@ def test_the_grid_still_knows_the_runs_that_were_made():
     }
     assert made <= set(known)
     assert all(runs.is_finished(folder, *known[folder]) for folder in made)
+    assert all(grid.Student.from_dict(student.to_dict()) == student for _, student in known.values())
