@@ -214,19 +214,19 @@ MUTATIONS: dict[str, Mutation] = {
     # Sums of visible values.
     "keys are seen by the queries that they see": Mutation(
         SUMS, "back, ahead = ahead, back", "back, ahead = back, ahead",
-        _in("visible_sums", "against_the_dense_formula[window7-shape0-dtype0]"),
+        _in("visible_sums", "against_the_dense_formula[window7-B2-H2-K1-T37x37-D32-torch.float32]"),
     ),
     "rows that are keys are shifted like queries": Mutation(
         SUMS, '"row_offset": 0 if transposed else older', '"row_offset": older',
-        _in("visible_sums", "against_the_dense_formula[window7-shape1-dtype1]"),
+        _in("visible_sums", "against_the_dense_formula[window7-B1-H3-K1-T70x200-D80-torch.bfloat16]"),
     ),
     "padding hides queries": Mutation(
         SUMS, "real is not None and not transposed", "real is not None",
-        _in("visible_sums", "against_the_dense_formula[left_padding-shape4-dtype4]"),
+        _in("visible_sums", "against_the_dense_formula[padding_both_ways-B1-H2-K1-T300x300-D64-torch.float32]"),
     ),
     "the last tile has no total": Mutation(
         SUMS, "tiles = cdiv(sources, n)", "tiles = sources // n",
-        _in("visible_sums", "against_the_dense_formula[causal-shape0-dtype0]"),
+        _in("visible_sums", "against_the_dense_formula[causal-B2-H2-K1-T37x37-D32-torch.float32]"),
     ),
     "gradients of values are those of the last block": Mutation(
         BLOCKS, "dx[:, :, keys] +=", "dx[:, :, keys] =", _in("engines", "blocks_of_rows_add_up[causal]")
