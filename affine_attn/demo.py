@@ -14,7 +14,7 @@ from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import MODEL, TEACHER
 from affine_attn.distill.sweep import grid, outcome
-from affine_attn.errors import UserError
+from affine_attn.errors import FileError, MissingPackage, NotFinite, UserError
 from affine_attn.report import write_report
 
 STUDENTS = "attention=softmax,sink,affine"
@@ -59,6 +59,8 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
                 f"{each.steps} steps of {each.global_batch * each.sequence_length:,} tokens -> {output / label}{done}"
             )
             rows.append(outcome(label, each, output))
+    except (FileError, MissingPackage, NotFinite):
+        raise
     except UserError as error:
         # Another version of Python or of the recipe left something else there.
         raise UserError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error

@@ -1,7 +1,7 @@
 """Errors that a user can mend: what was given is wrong, or a package is missing.
 
 Their message is one sentence, and commands print it alone. Any other error is a bug of this package, and commands show
-its traceback. Checks of arguments that only Python code passes (attention, masks, layers) raise plain ValueErrors.
+its traceback. Checks of arguments that only Python code passes (attention, masks) raise plain ValueErrors.
 """
 
 

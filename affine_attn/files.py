@@ -1,11 +1,12 @@
-"""Files that are there whole or not at all, and what tells their content from another."""
+"""Files that are there whole or not at all, their content's hash, and JSON that anybody may have changed."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from affine_attn.errors import UserError
 
@@ -59,3 +60,16 @@ def sha256(path: Path) -> str:
         raise UserError(f"there is no file {path}")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_object(path: Path, *needed: str) -> dict[str, Any]:
+    """Return the JSON object in a file. What is no object, or lacks a needed entry, is refused."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON that can be read") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object")
+    if missing := [name for name in needed if name not in content]:
+        raise UserError(f"{path} is damaged: it has no {missing[0]!r}")
+    return content

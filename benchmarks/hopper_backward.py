@@ -48,7 +48,7 @@ def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
 
 def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], object]]:
     """What the backward of our own launches, one by one."""
-    rows = sm90_backward.RowGradients(call, dy, output)
+    rows = sm90_backward.Preprocess(call, dy, output)
     rows.launch()
     sums, dk, dv = sm90_backward.new_sums(call, rows), torch.empty_like(call.k), torch.empty_like(call.v)
     return {

@@ -145,9 +145,9 @@ def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
     preprocess kernel of the sm90 backward."""
     call = checked_call(**inputs_of(case, shape, device))
     if case.method == "rows":
-        rows = backward.RowGradients(call, torch.randn_like(call.q), forward.forward(call))
+        rows = backward.Preprocess(call, torch.randn_like(call.q), forward.forward(call))
         return Step(rows.launch, _gradient_bytes(call))
-    epilogue = eager if availability.why_not(call) else launch
+    epilogue = eager if availability.why_no_fused_epilogue(call) else launch
     o, z = torch.randn_like(call.q), torch.randn(call.q.shape[:3], device=device)
     # Kernels alone: with nothing to run beside, a second stream would only wait.
     in_line = mock.patch.object(launch, "_LONG", sys.maxsize)

@@ -117,7 +117,8 @@ def summary(runs: Sequence[Run]) -> list[str]:
         f"{against('affine', BASELINE, COMMON_RATE)[0]} {common}; with each at its own best, {top[0]}, {top[1]}. "
         f"At {high} softmax, sink and off-by-one end far above their best; affine and gates bear it (three seeds).",
         f"**An elementwise gate does more**: {gated[0]} at own best, {gated[1]}. Affine on top of it makes it worse by "
-        f"{worse.mean:.3g} [{worse.low:.3g}, {worse.high:.3g}] up to {COMMON_RATE:g}, in {times} of {pairs} pairs.",
+        f"{worse.mean:.3g} [{worse.low:.3g}, {worse.high:.3g}] at rates up to {COMMON_RATE:g}, "
+        f"in {times} of {pairs} pairs.",
         _why(runs, details.share_of_norms(runs)),
         f"**The lead is one of early training and was still shrinking when runs ended**: at the paper's rate from "
         f"{low[early]:.3g} (steps {early}) to {low[late]:+.3g} (steps {late}), on the other side of zero from "
@@ -128,7 +129,7 @@ def summary(runs: Sequence[Run]) -> list[str]:
         f"**Seeds differ less with affine**: a standard deviation of the loss of {spread[1]} {swept} and "
         f"{spread[2]} {common}, where softmax has {spread_of_softmax[1]} and {spread_of_softmax[2]}; at the paper's "
         f"rate {spread[0]} and {spread_of_softmax[0]}.",
-        "**Sink and off-by-one** do not differ from softmax at any rate by an interval that leaves out zero.",
+        "**Sink and off-by-one** do not differ from softmax in loss at any rate by an interval that leaves out zero.",
         "**Steadiness relative to the mean, and spikes, are no results**: the sign of both depends on where one begins "
         "to count and on whose threshold ([table](reproduction-gradients.md#what-the-sign-depends-on)).",
         f"**Accuracies** are of one seed, and between two students the questions alone make a standard error of "
@@ -152,7 +153,8 @@ def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
     return (
         f"**At {COMMON_RATE:g} a constant does nearly all that affine does there**: the output of softmax times one "
         f"learned number per head has {learned} of affine's gain on softmax, times a fixed 0.5 {half}; affine against "
-        f"the learned number is {left} ({row['outcome']}){norms}. Of the controls, so far: {', '.join(ran)}."
+        f"the learned number is {left} ({row['outcome']}){norms}. "
+        f"Controls that have been run, at least in part: {', '.join(ran)}."
     )
 
 

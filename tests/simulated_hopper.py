@@ -34,11 +34,11 @@ def _turn_to(monkeypatch, seed: int, forward=_as_it_is, backward=_as_it_is, rows
     from tests.gluon_on_cpu import Simulated
 
     kernels = {
-        "sm90.forward_kernel.hopper_forward_kernel": Simulated(forward_kernels, "hopper_forward_kernel", seed, forward),
-        "sm90.backward_kernel.hopper_backward_kernel": Simulated(
-            backward_kernels, "hopper_backward_kernel", seed, backward
+        "sm90.forward_kernel.sm90_forward_kernel": Simulated(forward_kernels, "sm90_forward_kernel", seed, forward),
+        "sm90.backward_kernel.sm90_backward_kernel": Simulated(
+            backward_kernels, "sm90_backward_kernel", seed, backward
         ),
-        "sm90.preprocess_kernel.row_gradients_kernel": Simulated(row_kernels, "row_gradients_kernel", seed, rows),
+        "sm90.preprocess_kernel.sm90_preprocess_kernel": Simulated(row_kernels, "sm90_preprocess_kernel", seed, rows),
     }
     compiled = launch.function
     monkeypatch.setattr(launch, "function", lambda name: kernels.get(name) or compiled(name))

@@ -71,10 +71,10 @@ EPILOGUE_KERNELS = {
 }
 # kernel: (function, what its tiles' columns are, None for a kernel without far tiles)
 DISTANCE_KERNELS = {
-    "forward": (flash_forward.distance_forward_kernel, "keys"),
-    "dkdv": (flash_backward.distance_backward_dkdv_kernel, "queries"),
-    "dq": (flash_backward.distance_backward_dq_kernel, "keys"),
-    "statistics": (flash_forward.qk_statistics_kernel, None),
+    "forward": (flash_forward.flash_forward_kernel, "keys"),
+    "dkdv": (flash_backward.flash_dkdv_kernel, "queries"),
+    "dq": (flash_backward.flash_dq_kernel, "keys"),
+    "statistics": (flash_forward.flash_statistics_kernel, None),
 }
 # Arguments of epilogue and distance kernels that are neither fp32 pointers nor 32-bit integers.
 IN_INPUT_DTYPE = {
@@ -301,7 +301,7 @@ def _overwritten_operands(code: str) -> list[str]:
 @pytest.mark.parametrize(("has_beta", "has_signs"), [(False, False), (True, False), (True, True)])
 def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_beta, has_signs, tmp_path):
     """Every wait is one of the source's: ptxas puts in more where it serialises products."""
-    kernel, late = backward_kernel.hopper_backward_kernel, backward.LATE[head_dim]
+    kernel, late = backward_kernel.sm90_backward_kernel, backward.LATE[head_dim]
     constants = {"GROUP": group, "D": head_dim, "LATE": late, "HAS_BETA": has_beta}
     constants["SEGMENT"] = backward.TILE_ROWS * backward.TILE_COLUMNS // head_dim
     constants |= {"HAS_SIGNS": has_signs} | ({} if has_signs else {"p_signs": None})
@@ -327,7 +327,7 @@ def test_the_backward_of_our_own_keeps_its_products_apart(head_dim, group, has_b
     [(0, 0, 0, 0), (2, 0, 0, 0), (0, 1, 1, 0), (2, 1, 1, 1), (0, 0, 0, 2), (0, 1, 1, 2), (2, 1, 1, 2)],
 )
 def test_row_gradients_fit_and_hardly_spill(sink, has_alpha, has_beta, gate, head_dim, tmp_path):
-    kernel, parts = preprocess_kernel.row_gradients_kernel, head_dim // backward.TILE_COLUMNS
+    kernel, parts = preprocess_kernel.sm90_preprocess_kernel, head_dim // backward.TILE_COLUMNS
     constants = {"SINK": sink, "HAS_ALPHA": bool(has_alpha), "HAS_BETA": bool(has_beta), "GATE": gate}
     constants |= {"GROUP": 3, "D": head_dim, "SAVED": 8}
     constants |= {"STAGES": backward.SLOTS[gate == 2]}
@@ -362,7 +362,7 @@ def _compile_forward(head_dim: int, sink: int, is_affine: bool, gate: int, dtype
     is_absent = {"p_sink": sink != 2, "p_gate": gate != 1, "d_gate": gate != 2}
     is_absent |= dict.fromkeys(("p_alpha", "p_beta", "p_sums"), not is_affine)
     constants |= dict.fromkeys(name for name, absent in is_absent.items() if absent)
-    return _compile_gluon(forward_kernel.hopper_forward_kernel, types, constants)
+    return _compile_gluon(forward_kernel.sm90_forward_kernel, types, constants)
 
 
 def _descriptor(dtype: str, *tile: int) -> str:

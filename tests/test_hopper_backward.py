@@ -285,7 +285,7 @@ def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
 
     def rows(seed: int, edit=lambda source: source) -> list[torch.Tensor]:
         simulate(seed, rows=edit)
-        found = sm90_backward.RowGradients(call, dy.clone(), output)
+        found = sm90_backward.Preprocess(call, dy.clone(), output)
         found.launch()
         return [
             found.delta,

@@ -8,7 +8,8 @@ from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.engines import aten as stock
 from tests.cases import SPECS
 
-SHAPE = Shape(3, 6, 2, 12, 20, 8)  # an entry of q or k is a head of at most 160 numbers
+SHAPE = Shape(3, 6, 2, 12, 20, 8)
+OF_HEAD = 12 * 8  # elements of a query head; the three that share a kv head have more than it
 
 
 def _results(inputs, mask: Mask, impl: str = "sdpa") -> list[torch.Tensor]:
@@ -21,11 +22,11 @@ def _results(inputs, mask: Mask, impl: str = "sdpa") -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("most_elements", "most_sequences", "calls"),
     [
-        (2 * 6 * 160, 65535, 2),  # two sequences, then one
+        (2 * 6 * OF_HEAD, 65535, 2),  # two sequences, then one
         (10**9, 1, 3),
-        (3 * 160, 65535, 6),  # a kv head with its three query heads at a time
-        (5 * 160, 65535, 6),
-        (2 * 160, 65535, 18),  # one query head: 2 does not divide the group
+        (3 * OF_HEAD, 65535, 6),  # a kv head with its three query heads at a time
+        (5 * OF_HEAD, 65535, 6),
+        (2 * OF_HEAD, 65535, 18),  # one query head: 2 does not divide the group
     ],
 )
 def test_a_large_call_is_cut_and_nothing_changes(monkeypatch, most_elements, most_sequences, calls, mask):
@@ -43,7 +44,7 @@ def test_a_large_call_is_cut_and_nothing_changes(monkeypatch, most_elements, mos
     cut = _results(inputs, mask)
     pieces = 2 if mask.causal else 1  # keys before the first query have a call of their own
     assert len(made) == 2 * pieces * calls
-    assert all(batch * heads * 160 <= most_elements and batch <= most_sequences for batch, heads, *_ in made)
+    assert all(batch * heads * OF_HEAD <= most_elements and batch <= most_sequences for batch, heads, *_ in made)
     torch.testing.assert_close(cut, whole, rtol=1e-13, atol=1e-13)
 
 

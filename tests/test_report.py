@@ -194,7 +194,7 @@ def test_a_damaged_result_is_named(name, tmp_path):
 def test_damaged_files_of_a_run_are_named(runs, tmp_path):
     for file, change, message in (
         ("recipe.json", lambda _: "{}", "recipe.json is damaged: attention is None"),
-        ("recipe.json", lambda _: "[]", "recipe.json is damaged: it has no fields"),
+        ("recipe.json", lambda _: "[]", "recipe.json is damaged: it is not a JSON object"),
         ("recipe.json", lambda _: "[" * 100_000, "recipe.json is damaged"),
         (
             "metrics.jsonl",

@@ -4,4 +4,4 @@ import warnings
 
 from affine_attn.bench.accuracy import *  # noqa: F403
 
-warnings.warn("affine_attn.bench.accuracy is affine_attn.bench.accuracy now", FutureWarning, stacklevel=2)
+warnings.warn("affine_attn.core.accuracy is affine_attn.bench.accuracy now", FutureWarning, stacklevel=2)

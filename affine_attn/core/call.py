@@ -118,7 +118,7 @@ class Output(NamedTuple):
 
     @classmethod
     def alone(cls, y: Tensor) -> "Output":
-        """Of an engine whose backward recomputes everything, or that has none."""
+        """Return the output of an engine whose backward recomputes everything, or that has none."""
         return cls(y, *(y.new_empty(0) for _ in range(3)))
 
 

@@ -68,7 +68,7 @@ def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def own_precision(x: Tensor) -> AbstractContextManager:
-    """For products in the precision of what is multiplied: autocast would round scores and weights to 16 bits."""
+    """Return a context without autocast, which would round scores and weights to 16 bits."""
     # Tensors without numbers know no autocast.
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 

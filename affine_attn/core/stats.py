@@ -1,6 +1,6 @@
 """Statistics of attention weights without ever holding an N x N matrix.
 
-One pass over q and k, a kernel on CUDA and blocks of rows elsewhere, gives five numbers per row; the rest is algebra.
+One pass over q and k, a kernel on CUDA and blocks of rows elsewhere, gives five row statistics; the rest is algebra.
 With z the log-sum-exp, m the softmax-weighted mean score and f = sigmoid(z - sink) the mass that the sink leaves, the
 entropy of softmax is H = z - m, and that of p = f * softmax is f * (H - log f).
 """

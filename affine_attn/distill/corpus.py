@@ -276,8 +276,14 @@ def _read_hub(name: str, text_field: str, skip: int) -> Iterator[Part]:
         stream = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:  # what datasets raises for no network, no such dataset, config or split
         raise UserError(f"{name} is no file here and could not be opened on the hub: {error}") from error
-    position = 0
-    for number, record in enumerate(stream.skip(skip), start=skip):
+    position, rows = 0, iter(enumerate(stream.skip(skip), start=skip))
+    while True:
+        try:
+            number, record = next(rows, (0, None))
+        except OSError as error:
+            raise UserError(f"{name} could not be read on from the hub: {error}") from error
+        if record is None:
+            return
         text = _text(record, text_field, f"{name}, row {number + 1},")
         position += len(text)
         yield Part(text, position)

@@ -33,7 +33,7 @@ from affine_attn.distill.tokenizer import copy_files, require_regular_files, req
 from affine_attn.distill.trainer import IDENTITY, DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
-from affine_attn.json_files import read_object
+from affine_attn.files import read_object
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from affine_attn.errors import UserError
-from affine_attn.files import errors_naming, settle, temporary, written
-from affine_attn.json_files import read_object
+from affine_attn.files import errors_naming, read_object, settle, temporary, written
 
 VERSION = 1
 MANIFEST = "manifest.json"

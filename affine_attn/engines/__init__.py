@@ -1,1 +1,1 @@
-"""Who runs a call: a module per engine with why_not(call), run(call) and DESCRIPTION; plan.py asks them in order."""
+"""Who runs a call: engines have why_not(call), run(call) and a DESCRIPTION; plan.py asks them in order."""

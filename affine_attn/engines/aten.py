@@ -95,13 +95,18 @@ def _shares(q: Tensor, k: Tensor) -> list[_Share]:
     """Return the fewest shares, as equal as they can be; one if the operators can count the whole call."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     group = heads // kv_heads
-    at_once = max(1, MOST_ELEMENTS // (max(q.shape[2], k.shape[2]) * q.shape[3]))  # heads of all sequences
-    if at_once >= heads:
-        some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, at_once // heads)), heads
-    elif at_once >= group:
-        some_rows, some_heads = 1, _evenly(kv_heads, at_once // group) * group
+    of_head = q.shape[2] * q.shape[3]
+    # kv heads of all sequences, each with its query heads.
+    at_once = MOST_ELEMENTS // max(group * of_head, k.shape[2] * k.shape[3])
+    if at_once >= kv_heads:
+        some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, at_once // kv_heads)), heads
+    elif at_once:
+        some_rows, some_heads = 1, _evenly(kv_heads, at_once) * group
     else:
-        some_rows, some_heads = 1, max(n for n in range(1, at_once + 1) if group % n == 0)
+        some_rows, some_heads = (
+            1,
+            max(n for n in range(1, group + 1) if group % n == 0 and n * of_head <= MOST_ELEMENTS),
+        )
     shares = []
     for row in range(0, batch, some_rows):
         for head in range(0, heads, some_heads):

@@ -99,5 +99,5 @@ def fake(call: Call) -> Output:
     return Output.alone(torch.empty_like(call.q))
 
 
-_LOOK_ON = ("cpu", "cuda")
-run = register("blocked", guarded(forward, _LOOK_ON), guarded_backward(forward, backward, _LOOK_ON), fake)
+_GUARDED_ON = ("cpu", "cuda")
+run = register("blocked", guarded(forward, _GUARDED_ON), guarded_backward(forward, backward, _GUARDED_ON), fake)

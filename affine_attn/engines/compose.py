@@ -74,7 +74,7 @@ def why_not_beta(call: Call) -> str | None:
     """Why the epilogue cannot sum the visible values, or None: in torch it sums prefixes only."""
     if call.beta is None:
         return None
-    if availability.why_not(call) is None:
+    if availability.why_no_fused_epilogue(call) is None:
         return visible_sums.why_not(call)
     for name in call.mask.restrictions:
         return f"the epilogue cannot sum the values that mask.{name} leaves visible"
@@ -83,7 +83,7 @@ def why_not_beta(call: Call) -> str | None:
 
 def _epilogue(call: Call) -> ModuleType:
     """Return where stages 2 to 4 run: fused kernels, or torch."""
-    return eager if availability.why_not(call) else launch
+    return eager if availability.why_no_fused_epilogue(call) else launch
 
 
 def row_scaled(call: Call) -> Call:
@@ -95,7 +95,7 @@ def row_scaled(call: Call) -> Call:
 
 def _times_row_scale(call: Call, x: Tensor, out: Tensor) -> Tensor:
     scale = LogN.row_scale(call.count(), row_dtype(x))
-    if availability.why_not(call) is None:
+    if availability.why_no_fused_epilogue(call) is None:
         return launch.scale_rows(x, scale, out)
     # Written in x's type at once: the product by itself would be fp32, three times the bytes to move.
     return torch.mul(x, scale[..., None], out=out)

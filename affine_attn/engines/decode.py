@@ -19,7 +19,7 @@ MAX_QUERIES = 16
 
 
 def why_not(call: Call) -> str | None:
-    if (reason := availability.why_no_kernels(call)) is not None:
+    if (reason := availability.why_no_triton(call)) is not None:
         return reason
     if call.needs_grad:
         return "it has no backward"

@@ -25,7 +25,7 @@ def why_not(call: Call) -> str | None:
 
 def why_not_statistics(call: Call) -> str | None:
     """Why the pass over the scores alone cannot run, or None; it is less choosy than attention."""
-    if (reason := availability.why_not(call)) is not None:
+    if (reason := availability.why_no_fused_epilogue(call)) is not None:
         return reason
     if call.mask.lengths is not None:
         return "its kernels have no mask.lengths"

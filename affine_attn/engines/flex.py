@@ -4,6 +4,7 @@ Any logit of the family, any mask. On the CPU it has no backward and builds the 
 second opinion in tests.
 """
 
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,7 +81,9 @@ _compiled = None
 
 def _run_compiled(*args, **kwargs):
     # Past the limit Dynamo would silently run the dense form; every new shape is one more specialisation.
-    with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096):
+    limits = torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096)
+    # Who observes a model runs it uncompiled; FlexAttention itself stays compiled.
+    with limits, torch.compiler.set_stance("default"):
         assert _compiled is not None  # _flex compiles before it hands out this function
         return _compiled(*args, **kwargs)
 
@@ -119,9 +122,12 @@ def _block_mask(call: Call) -> BlockMask:
 
 def _new_block_mask(call: Call) -> BlockMask:
     batch = call.q.shape[0] if call.mask.tensors else None
+    arguments = call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk
+    if call.q.device.type != "cuda":
+        return create_block_mask(*arguments, device=call.q.device)
     # Compiled, or the mask itself would be built dense first.
-    build = torch.compile(create_block_mask) if call.q.device.type == "cuda" else create_block_mask
-    return build(call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk, device=call.q.device)
+    with nullcontext() if torch.compiler.is_compiling() else torch.compiler.set_stance("default"):
+        return torch.compile(create_block_mask)(*arguments, device=call.q.device)
 
 
 class _VisibleValues(torch.autograd.Function):

@@ -131,7 +131,7 @@ def _operator(name: str, forward: Forward, fake: Forward):
 
 
 def is_traced(call: Call) -> bool:
-    """Whether its tensors may be without numbers: a compiler's, or fake ones."""
+    """Return True under torch.compile or with fake tensors."""
     return torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
 
 

@@ -1,4 +1,4 @@
-"""Who runs a call: the first engine without a reason to refuse."""
+"""Who runs a call: the first engine without a reason to refuse; compose.py chooses the kernels inside of an engine."""
 
 from types import ModuleType
 
@@ -43,7 +43,7 @@ def _epilogue_note(name: str, call: Call) -> str:
     """Return where the stages after the attention run, for the engines that have them apart."""
     if name not in ("sdpa", "triton"):
         return ""
-    if (reason := availability.why_not(call)) is not None:
+    if (reason := availability.why_no_fused_epilogue(call)) is not None:
         return f"; torch operations after it, since {reason}"
     has_sm90_forward = name == "sdpa" and forward.why_not(call) is None
     has_sm90_backward = name == "sdpa" and backward.why_not(call) is None

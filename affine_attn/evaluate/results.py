@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from affine_attn.commit import commit
 from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.files import sha256
+from affine_attn.files import read_object, sha256
 from affine_attn.models.convert import load, read_config, require_place, usable_device
 from affine_attn.models.folders import tokenizer_of
 
@@ -121,9 +121,9 @@ def measured_once(
     path = folder / f"{name}-{key}.json"
     if path.exists():
         try:
-            return json.loads(path.read_text(encoding="utf-8")), path, True
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: remove it to measure again") from error
+            return read_object(path, "metrics"), path, True
+        except UserError as error:
+            raise UserError(f"{error}; remove it to measure again") from error
     require_writable(folder)
     result = {"name": name, "identity": identity, **measure(), **provenance()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from affine_attn.errors import MissingPackage, UserError
+from affine_attn.errors import MissingPackage, UserError, first_line
 
 try:
     import datasets
@@ -122,9 +122,8 @@ class Task:
             try:
                 return _load(self.source.parent, self.name)
             except OSError as error:
-                reason = str(error).splitlines()[0]
                 raise UserError(
-                    f"{self.name}: no data from the hub ({reason}); give local files with --data"
+                    f"{self.name}: no data from the hub ({first_line(error)}); give local files with --data"
                 ) from error
 
     def _load_local(self) -> ConfigurableTask:
@@ -132,6 +131,8 @@ class Task:
             (Path(folder) / f"{self.name}.yaml").write_text(self.local_yaml(), encoding="utf-8")
             try:
                 return _load(Path(folder), self.name)
+            except UserError:
+                raise
             except (KeyError, SyntaxError, UndefinedError, ValueError) as error:
                 files, wanted = ", ".join(map(str, self.files.values())), self.config.get("dataset_path")
                 raise UserError(
@@ -202,6 +203,8 @@ def local_dataset(task: str, files: dict[str, tuple[str, str]], **_: Any) -> dic
             raise UserError(f"{file} was changed while the task was evaluated: run the command again")
         try:
             documents = _documents(file, content)
+        except UserError:
+            raise
         except _DAMAGED as error:
             raise UserError(f"{file} is damaged, or not JSON lines or parquet") from error
         # The harness takes BoolQ from SuperGLUE, where the answer is called label and is a number.
@@ -219,7 +222,8 @@ def _documents(file: Path, content: bytes) -> datasets.Dataset:
     if text.lstrip().startswith(b"["):
         records = json.loads(text)
     else:
-        records = [parse_line(line, f"{file}") for line in text.splitlines() if line.strip()]
+        lines = enumerate(text.splitlines(), start=1)
+        records = [parse_line(line, f"{file}, line {number},") for number, line in lines if line.strip()]
     if not records:
         raise UserError(f"{file} has no documents")
     fields = dict.fromkeys(name for record in records for name in record)

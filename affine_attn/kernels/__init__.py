@@ -1,1 +1,5 @@
-"""How it is made fast: a folder per mechanism, with eager.py (torch), launch.py (host) and kernels.py (device code)."""
+"""How it is made fast: a folder per mechanism, used by engines/.
+
+launch.py has the host side (sm90: forward.py and backward.py), files named *kernel* the device code (flash: scores.py
+too), and epilogue/eager.py is the epilogue in torch.
+"""

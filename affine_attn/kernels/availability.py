@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run here, and whether they take a call."""
+"""Reasons why Triton kernels cannot run here, or cannot take a call."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -28,9 +28,9 @@ def _triton_problem() -> str | None:
 _TRITON_PROBLEM = _triton_problem()
 
 
-def why_not(call: Call) -> str | None:
+def why_no_fused_epilogue(call: Call) -> str | None:
     """Why the fused epilogue cannot serve this call, or None."""
-    if (reason := why_no_kernels(call)) is not None:
+    if (reason := why_no_triton(call)) is not None:
         return reason
     # Said of the batch alone: torch.export can name no limit of a product.
     if call.q.shape[0] > _MOST_HEADS // max(call.heads, 1):
@@ -39,7 +39,7 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def why_no_kernels(call: Call) -> str | None:
+def why_no_triton(call: Call) -> str | None:
     """Why no kernel of Triton can serve this call, or None."""
     if _TRITON_PROBLEM is not None:
         return _TRITON_PROBLEM

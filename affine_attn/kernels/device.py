@@ -28,12 +28,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def must_be_deterministic() -> bool:
-    """Whether sums in no fixed order were forbidden; asked for a warning only, torch's own kernels go on, too."""
+    """Return True if sums in no fixed order are forbidden, and not only warned of."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def padded(size: int) -> int:
-    """Of a tile that holds so many channels or rows: a power of two, as in Triton, and as many as a product needs."""
+    """Return the size of a tile for so many channels or rows: a power of two, at least 16, as an MMA needs."""
     return max(16, 1 << (size - 1).bit_length())
 
 

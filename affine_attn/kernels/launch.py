@@ -1,6 +1,6 @@
-"""Launches as data: which kernel runs on which grid with which arguments.
+"""Launches as data: which kernel runs on which grid with which arguments, and the one function that runs them.
 
-Launchers only say what should run; making a launch needs no GPU and no Triton, so tests compare and compile what runs.
+Whoever replaces ``function`` sees everything that would run, without a GPU.
 """
 
 import functools

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.errors import UserError, first_line
-from affine_attn.json_files import read_object
+from affine_attn.errors import MissingPackage, UserError, first_line
+from affine_attn.files import read_object
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.nn.alpha import alpha_gates
@@ -146,7 +146,7 @@ def read_config(path: str | Path, **options: Any) -> PreTrainedConfig:
             fields, _ = PreTrainedConfig.get_config_dict(str(path), **options)
             own_code = "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
             config = None if own_code else AutoConfig.from_pretrained(str(path), trust_remote_code=False, **options)
-        except (OSError, StrictDataclassError):
+        except (OSError, ImportError, StrictDataclassError):
             raise
         except Exception as error:  # every type of model has checks of its own, or none
             raise UserError(f"the config of {path} is wrong: {first_line(error)}") from error
@@ -174,6 +174,8 @@ def named_place(path: str | Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except ImportError as error:  # of what a quantised checkpoint needs, say
+        raise MissingPackage(f"{path} cannot be loaded: {first_line(error)}") from error
     except SafetensorError as error:
         raise UserError(f"{path} holds a damaged safetensors file: {error}") from error
     except StrictDataclassError as error:

@@ -2,7 +2,8 @@
 
 A training forward only adds to a local (sum, count). ``track_alpha(model, optimizer)`` turns the sums of all layers
 into one all-reduce and one update after each optimizer step: use, then update. So micro-batches and data-parallel ranks
-cannot skew the average. Activation recomputation adds nothing, and sees the average that its forward saw.
+cannot skew the average. Activation recomputation adds nothing, and sees the average that its forward saw; only in a
+layer that is compiled inside of the checkpoint it adds once more, to sum and count alike.
 """
 
 import functools
@@ -172,7 +173,7 @@ class AlphaGate(nn.Module):
         _uncommitted[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, in memory or in a file, that no optimizer commits."""
+        """Return the state of a copy, in memory or in a file, that no optimizer commits."""
         return self.__dict__ | {"_optimizer": None, "_warned": False, "_weight_version": None}
 
     def _apply(self, fn, recurse=True):
@@ -193,7 +194,7 @@ class AlphaGate(nn.Module):
 
 
 def _is_repeated() -> bool:
-    """Whether this forward repeats a counted one: in a backward, for what non-reentrant checkpointing has dropped.
+    """Return True if a backward repeats a counted forward, for what non-reentrant checkpointing has dropped.
 
     Other kinds repeat inside of a function's backward what its forward ran without gradients, and did not count.
     """
@@ -202,7 +203,7 @@ def _is_repeated() -> bool:
         return node is not None
     # A function that asks for what it saved may start the repetition, too.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 # Gates that counted tokens which no optimizer will commit by itself, by their id: a set cannot be looked through while
@@ -212,7 +213,7 @@ _uncommitted: WeakValueDictionary[int, AlphaGate] = WeakValueDictionary()
 
 @functools.cache
 def _watch_steps() -> None:
-    """Of all optimizers: fused ones do not bump the version of the weights that they change."""
+    """Hook all optimizers: fused ones do not bump the version of the weights that they change."""
 
     def invalidate(optimizer: torch.optim.Optimizer, *_) -> None:
         gates = [gate for reference in _uncommitted.valuerefs() if (gate := reference()) is not None]

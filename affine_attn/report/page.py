@@ -238,6 +238,8 @@ def _attention(run: Run) -> str:
         return run.variant
     if run.analysis is None and model.get("model_type") != AffineAttnConfig.model_type:
         return str(model.get("model_type", ""))
+    if "attention" not in model:
+        return ""
     layers = model["attention"] if isinstance(model["attention"], list) else [model["attention"]]
     counts = Counter(_spec_text(as_spec(layer)) for layer in layers)
     return ", ".join(text if len(counts) == 1 else f"{n} × {text}" for text, n in counts.items())

@@ -18,6 +18,7 @@ from affine_attn.distill.statistics import STATISTICS
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import TABLE_1, accuracy
+from affine_attn.files import read_object
 
 # Weights that all maps of a page may have together: about 2 MB of it.
 MAP_NUMBERS = 1_500_000
@@ -79,7 +80,7 @@ def _read(folder: Path, name: str) -> Run:
     metrics = _rows(folder / METRICS, "loss", "grad_norm") if trained else []
     if trained and not metrics:
         raise UserError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
-    recipe = _json(folder / RECIPE) if trained else {}
+    recipe = read_object(folder / RECIPE) if trained else {}
     for field, kind in (("attention", str), ("steps", int), ("global_batch", int), ("sequence_length", int)):
         if trained and not isinstance(recipe.get(field), kind):
             raise UserError(f"{folder / RECIPE} is damaged: {field} is {recipe.get(field)!r:.60}")
@@ -88,7 +89,7 @@ def _read(folder: Path, name: str) -> Run:
         variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
         folder=folder,
         recipe=recipe,
-        environment=_json(folder / ENVIRONMENT) if trained else {},
+        environment=read_object(folder / ENVIRONMENT) if trained else {},
         metrics=metrics,
         statistics=_rows(folder / STATISTICS) if trained else [],
         result=result(folder) if trained else {},
@@ -112,7 +113,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _evaluation(path: Path) -> dict[str, Any]:
     """A result of ``affine-attn eval``, with a number wherever tables and figures need one."""
-    result = _json(path)
+    result = read_object(path)
     try:
         _require(
             isinstance(result["name"], str) and isinstance(result["identity"]["model"], dict), "its name or identity"
@@ -155,13 +156,3 @@ def _all_numbers(value: Any) -> bool:
 def _require(ok: bool, what: str) -> None:
     if not ok:
         raise UserError(what)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: it has no fields")
-    return content

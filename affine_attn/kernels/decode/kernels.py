@@ -215,7 +215,7 @@ def decode_split_kernel(
     if EARLY:
         gdc_wait()
         if not FUSED:
-            # the combine may wait on the multiprocessors that have nothing left to start
+            # the combine may wait on the SMs that have nothing left to start
             gdc_launch_dependents()
 
     kv_head = tl.program_id(0) % KV_HEADS

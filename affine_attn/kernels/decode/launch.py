@@ -40,7 +40,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
     row_blocks = cdiv(rows, block_m)
     if splits is None:
         seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
-        # Programs a multiprocessor holds at once, by their registers and shared memory.
+        # Programs an SM holds at once, by their registers and shared memory.
         light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
         slots = multiprocessors(q.device) * (3 if light else 2)
         splits = choose_splits(batch * kv_heads * row_blocks, cdiv(seen, block_n), slots)

@@ -255,7 +255,7 @@ def epilogue_backward_kernel(
 
     The size of the row factor is in lse, its sign in the incoming gradient of the attention: dy comes with rows negated
     where the factor is negative; under an elementwise gate that gradient is written here, do = sign * gate * dy.
-    Gradients of numbers per row are sums over columns: each slice writes its part. With running sums p_weighted gets
+    Gradients of row statistics are sums over columns: each slice writes its part. With running sums p_weighted gets
     the sum from a row to the end of its segment and p_totals the whole segment's; with a table p_weighted gets every
     row by itself.
     """

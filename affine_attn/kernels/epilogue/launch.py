@@ -207,7 +207,12 @@ class RowGradients:
                 "HAS_GATE": is_negated and gate is not None, "GROUP": call.heads // kv_heads, "HEAD_DIM": head_dim,
                 "D": tiling.d, "T": tokens, "LENGTH": tiling.tile.segment, "num_warps": 4,
             }  # fmt: skip
-            run(Launch("epilogue.kernels.add_seen_by_kernel", (cdiv(call.tq, tokens), batch * kv_heads), arguments))
+            try:
+                run(Launch("epilogue.kernels.add_seen_by_kernel", (cdiv(call.tq, tokens), batch * kv_heads), arguments))
+            except BaseException:
+                if is_negated:
+                    negate_rows(call, self.dy)
+                raise
         if self.totals is not None and (tiling.sums == WHOLE or tiling.older > 0):
             # Keys that every query sees get the whole sum.
             seen_by_all = slice(0, tiling.older if tiling.sums == RUNNING else call.tk)

@@ -27,7 +27,7 @@ from affine_attn.kernels.flash.scores import (
 
 
 @triton.jit
-def distance_backward_rows_kernel(
+def flash_preprocess_kernel(
     p_out, p_grad, p_lse, p_lse2, p_delta,
     stride_ob, stride_oh, stride_on, stride_gb, stride_gh, stride_gn, H, Tq,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, LOGIT: tl.constexpr,
@@ -131,7 +131,7 @@ def _backward_query_tiles(
 
 
 @triton.jit
-def distance_backward_dkdv_kernel(
+def flash_dkdv_kernel(
     p_q, p_k, p_v, p_grad, p_lse2, p_delta, p_dk, p_dv, p_document, p_doc_last, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
@@ -254,7 +254,7 @@ def _backward_key_tiles(
 
 
 @triton.jit
-def distance_backward_dq_kernel(
+def flash_dq_kernel(
     p_q, p_k, p_v, p_grad, p_lse2, p_delta, p_dq, p_document, p_doc_first, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn, stride_dqb, stride_dqh, stride_dqn,

@@ -59,7 +59,7 @@ def _forward_tiles(
 
 
 @triton.jit
-def distance_forward_kernel(
+def flash_forward_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_document, p_doc_first, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, H, G, Tq, Tk, window, qk_factor, inv_tau,
@@ -169,7 +169,7 @@ def _statistics_tiles(
 
 
 @triton.jit
-def qk_statistics_kernel(
+def flash_statistics_kernel(
     p_q, p_k, p_first_key, p_lse, p_mean, p_max, p_sum, p_first_score,
     p_document, p_doc_first, p_doc_last, p_padding,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, H, G, Tq, Tk, window, qk_factor, inv_tau,

@@ -22,7 +22,7 @@ PLAIN, SCALE_INVARIANT, ALIBI = 0, 1, 2  # as in the kernels
 class Config:
     """Tile sizes and launch options of one kernel.
 
-    maxnreg caps the registers so that two programs share a multiprocessor; it applies without documents and padding,
+    maxnreg caps the registers so that two programs share an SM; it applies without documents and padding,
     whose tiles need more registers.
     """
 
@@ -142,7 +142,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         **_strides(q=q, k=k, v=v, o=out), **shared.arguments(config, "keys"),
     }  # fmt: skip
     grid = (cdiv(shared.rows, config.block_m), shared.programs)
-    run(Launch("flash.forward_kernels.distance_forward_kernel", grid, arguments))
+    run(Launch("flash.forward_kernels.flash_forward_kernel", grid, arguments))
     return out, lse
 
 
@@ -170,9 +170,9 @@ def backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, 
     dq_only |= inputs | shared.arguments(of_queries, "keys")
     tiles = cdiv(shared.rows, rows), cdiv(shared.keys, of_keys.block_n), cdiv(shared.rows, of_queries.block_m)
     run(
-        Launch("flash.backward_kernels.distance_backward_rows_kernel", (tiles[0], shared.programs), preprocess),
-        Launch("flash.backward_kernels.distance_backward_dkdv_kernel", (tiles[1], shared.kv_programs), dkdv),
-        Launch("flash.backward_kernels.distance_backward_dq_kernel", (tiles[2], shared.programs), dq_only),
+        Launch("flash.backward_kernels.flash_preprocess_kernel", (tiles[0], shared.programs), preprocess),
+        Launch("flash.backward_kernels.flash_dkdv_kernel", (tiles[1], shared.kv_programs), dkdv),
+        Launch("flash.backward_kernels.flash_dq_kernel", (tiles[2], shared.programs), dq_only),
     )
     return dq, dk, dv
 
@@ -189,7 +189,7 @@ def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
         "CAUSAL": call.mask.causal, **_strides(q=q, k=k), **shared.arguments(config, None),
     }  # fmt: skip
     grid = (cdiv(shared.rows, config.block_m), shared.programs)
-    run(Launch("flash.forward_kernels.qk_statistics_kernel", grid, arguments))
+    run(Launch("flash.forward_kernels.flash_statistics_kernel", grid, arguments))
     return found
 
 

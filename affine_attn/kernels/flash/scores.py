@@ -17,7 +17,7 @@ How f is obtained decides the speed (Triton's log2 alone is some twenty instruct
   far tiles    f is smooth there: a Chebyshev polynomial in the column offset, one set of coefficients per row. That is
                a matrix product of inner size FAR_SLOTS = 16, so the TENSOR CORE evaluates it: no work per score.
                Coefficients depend on the distance of row and tile centre only and come from a table; both factors are
-               fp16, cut into pieces that add up to fp32 accuracy (engines/triton.py, far_tables). A tile is far when
+               fp16, cut into pieces that add up to fp32 accuracy (far_tables.py). A tile is far when
                all its rows are at least FAR_RATIO half-widths from its centre.
 
 Legend

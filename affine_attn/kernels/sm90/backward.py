@@ -38,9 +38,9 @@ _KV_HEADS = 8
 LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
-# Of row_gradients_kernel: rows and columns of a tile, as in the kernel, tested.
+# Of sm90_preprocess_kernel: rows and columns of a tile, as in the kernel, tested.
 TILE_ROWS, TILE_COLUMNS = 64, 64
-# Without and with gates by channel: its slots, and programs on a multiprocessor, as timed: memory is slower with more
+# Without and with elementwise gates: its slots, and programs on an SM, as timed: memory is slower with more
 # bytes under way (LOG.md). Registers of a thread, so that there is room for two programs.
 SLOTS, PROGRAMS, ROW_REGISTERS = (2, 3), (2, 1), 128
 
@@ -59,7 +59,7 @@ def why_not(call: Call) -> str | None:
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     """All gradients; see :func:`why_not`."""
     dy = _copyable(epilogue.negatable(call, dy))
-    rows = RowGradients(call, dy, output)
+    rows = Preprocess(call, dy, output)
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     rows.launch()
     try:
@@ -72,12 +72,12 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """x, or the same in a memory that the copy engine can read."""
+    """Return x, or a copy that TMA can read."""
     return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-class RowGradients:
-    """Gradients of sink, alpha, beta and gate, and what the attention's backward wants: see row_gradients_kernel."""
+class Preprocess:
+    """Gradients of sink, alpha, beta and gate, and what the attention's backward wants: see sm90_preprocess_kernel."""
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.dy, self.output = call, dy, output
@@ -91,10 +91,10 @@ class RowGradients:
             return torch.empty(shape, dtype=dtype, device=dy.device)
 
         def like(x: Tensor | None) -> Tensor | None:
-            """Of a gradient, contiguous."""
+            """Allocate a contiguous gradient of ``x``."""
             return None if x is None else new(*x.shape, dtype=x.dtype)
 
-        # Numbers per row are copied one by one, which takes 32 bits.
+        # Row statistics are copied one by one, which takes 32 bits.
         self.sink = call.sink.float() if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = (None if x is None else x.float().contiguous() for x in (call.alpha, call.beta))
         self.dsink = None if self.sink is None else new(batch, heads, queries)
@@ -104,7 +104,7 @@ class RowGradients:
         self.row_gate = None if call.gate is None or self.is_elementwise else call.gate.float()
         if call.gate is not None and self.is_elementwise:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
-        # Without a gate per head shift is beta, and delta, if there is alpha too, its gradient, up to signs of alpha.
+        # Without a headwise gate shift is beta itself, and with alpha delta is dalpha, both up to the signs of alpha.
         # Not with alpha alone: for signs without beta the compiler puts waits between all products (LOG.md).
         self.signs = self.alpha if self.row_gate is None and self.beta is not None else None
         self.delta = new(batch, heads, queries) if self.signs is None or self.dalpha is None else self.dalpha
@@ -136,7 +136,7 @@ class RowGradients:
             "STAGES": SLOTS[self.is_elementwise], "SAVED": tiling_of(call).tile.tokens if has_beta else 1,
             "num_warps": 4, "maxnreg": ROW_REGISTERS, "launch_pdl": not INTERPRETED,
         }  # fmt: skip
-        run(Launch("sm90.preprocess_kernel.row_gradients_kernel", (_even(items, most),), arguments))
+        run(Launch("sm90.preprocess_kernel.sm90_preprocess_kernel", (_even(items, most),), arguments))
 
     def results(self) -> Gradients:
         dsink = None if self.dsink is None else epilogue.dsink_of(self.call, self.dsink)
@@ -145,19 +145,18 @@ class RowGradients:
 
 
 def _in_rows(x: Tensor) -> Any:
-    """For the copy engine: tiles of so many columns, in which a token has a row or two."""
+    """Return a TMA descriptor of tiles of TILE_COLUMNS columns, in which a token has a row or two."""
     rows = x.unflatten(-1, (-1, TILE_COLUMNS))
     return descriptor(rows, TILE_ROWS // rows.shape[3])
 
 
 def _even(items: int, most: int) -> int:
-    """The fewest programs with no more items each: else a few of them would have one more than all others, and end
-    alone."""
+    """Return the fewest CTAs with no more items each: else a few would have one more, and end alone."""
     return cdiv(items, cdiv(items, most))
 
 
-def new_sums(call: Call, rows: RowGradients) -> Tensor:
-    """For dq, to add to; and what rows have summed by item is summed from each item on."""
+def new_sums(call: Call, rows: Preprocess) -> Tensor:
+    """Allocate the zeroed fp32 dq accumulator, and suffix-sum the per-item totals."""
     batch, heads, length, head_dim = call.q.shape
     shape = (batch, heads, cdiv(length, QUERIES) * QUERIES, head_dim)
     if rows.after is None:
@@ -167,7 +166,7 @@ def new_sums(call: Call, rows: RowGradients) -> Tensor:
     return sums
 
 
-def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dk and dv, adds dq without its scale to the sums."""
     batch, heads, length, head_dim = call.q.shape
     kv_heads, programs = call.k.shape[1], multiprocessors(call.q.device)
@@ -184,7 +183,7 @@ def launch(call: Call, lse: Tensor, rows: RowGradients, sums: Tensor, dk: Tensor
         "TILES": TILES[head_dim], "HAS_BETA": rows.shift is not None, "HAS_SIGNS": rows.signs is not None,
         "LATE": LATE[head_dim], "SEGMENT": rows.tokens, "num_warps": 4,
     }  # fmt: skip
-    run(Launch("sm90.backward_kernel.hopper_backward_kernel", (programs,), arguments))
+    run(Launch("sm90.backward_kernel.sm90_backward_kernel", (programs,), arguments))
 
 
 def rounded(call: Call, sums: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 Affine weights are alpha * p + beta. In a backward that has the weights of a block in registers before it multiplies
 them with dy, beta is one addition. It is needed in blocks on the diagonal alone: queries of later blocks see all keys
-of a tile, so each of these gets the same sum of beta * dy, of which row_gradients_kernel has made the parts.
+of a tile, so each of these gets the same sum of beta * dy, of which sm90_preprocess_kernel has made the parts.
 
-One program per multiprocessor goes from tile to tile, in an order that the host has made; a tile is N keys of one kv
+One program per SM goes from tile to tile, in an order that the host has made; a tile is N keys of one kv
 head. It goes through the query heads that share them, and for each through the blocks of M queries from the diagonal to
 the end; dk and dv stay in registers. Two groups of four warps have N / 2 keys each, and everything the other way round,
 keys down and queries across, so that weights and their gradients are left operands of products as they are. Gradients
 of scores go through shared memory for dq, of which each group computes one half of the columns. One warp loads, one
-brings numbers per row, one adds dq to what other programs have added. All run ahead into the next tile as far as
+brings row statistics, one adds dq to what other programs have added. All run ahead into the next tile as far as
 their slots allow.
 
 Scores begin at -lse / scale, and products of v and dy at -<dy, o>, where others begin at 0: what the next step wants to
@@ -307,7 +307,7 @@ def _differentiate(
 
 
 @gluon.jit(do_not_specialize=["most"])
-def hopper_backward_kernel(
+def sm90_backward_kernel(
     d_q, d_k, d_v, d_dy, d_dk, d_dv, p_lse, p_delta, p_beta, p_signs, p_after, p_dq, p_order, p_tiles,
     most, kv_heads, T, segments, factor, scale, per_scale,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, HAS_BETA: gl.constexpr,

@@ -49,7 +49,7 @@ def why_no_gate(call: Call) -> str | None:
 
 def why_no_kernel(call: Call) -> str | None:
     """Why no kernel for Hopper, forward or backward, can serve the call, or None."""
-    if (reason := availability.why_not(call)) is not None:
+    if (reason := availability.why_no_fused_epilogue(call)) is not None:
         return reason
     if capability(call.q.device) != (9, 0):
         return "kernels for Hopper are for GPUs of compute capability 9.0"
@@ -95,5 +95,5 @@ def forward(call: Call) -> Output:
         "SINK": sink_kind(call.sink), "AFFINE": is_affine, "GATE": gate_kind(call.gate),
         "SEGMENT": tiling.tile.segment, "SAVED": tiling.tile.tokens, "num_warps": 4,
     }  # fmt: skip
-    run(Launch("sm90.forward_kernel.hopper_forward_kernel", (programs,), arguments))
+    run(Launch("sm90.forward_kernel.sm90_forward_kernel", (programs,), arguments))
     return Output(y, o if has_y else o.new_empty(0), lse, before)

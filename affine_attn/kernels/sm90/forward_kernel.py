@@ -3,7 +3,7 @@
 A stock kernel writes o, and the epilogue reads it again to write y. Here sink, alpha, beta and gate are applied before
 anything is written.
 
-One program per multiprocessor goes from tile to tile, in an order that the host has made; a tile is N rows of one head.
+One program per SM goes from tile to tile, in an order that the host has made; a tile is N rows of one head.
 One warp loads, and runs ahead into the next tile. Two groups of four warps attend, with M = N / 2 rows each and N keys
 at a time, from the diagonal backwards. A step asks for the scores of a block of keys together with the sum of the block
 before, and exponentiates while the tensor cores do that sum, or the other group's products.
@@ -11,8 +11,8 @@ before, and exponentiates while the tensor cores do that sum, or the other group
 What a step needs lies in one slot of a ring: keys of its block, values of the block before. So a tile of `last + 1`
 blocks takes slots 0, of keys alone, to `last + 1`. There values of the diagonal take the place of keys, once more: for
 beta, their product with a triangle of ones gives the sums within a group's rows. Sums of what lies before come from
-value_sums_kernel (kernels/epilogue.py); one more warp brings them. A gate by channel is loaded into the place that its
-y leaves from.
+value_sums_kernel (kernels/epilogue/kernels.py); one more warp brings them. An elementwise gate is loaded to where its y
+leaves from.
 
 Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
 offsets, m_ mask. H query heads, T tokens. Barriers: full, of what is loaded, and free, of what is done with.
@@ -299,7 +299,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=["most"])
-def hopper_forward_kernel(
+def sm90_forward_kernel(
     d_q, d_k, d_v, d_gate, d_o, d_y, p_lse, p_sink, p_alpha, p_beta, p_gate, p_sums, p_before, p_order, p_tiles, most,
     H, kv_heads, T, factor, constant_sink, stride_sb, stride_sh, stride_st, stride_gb, stride_gh, stride_gt,
     segments, blocks, block_segments,

@@ -1,9 +1,10 @@
-"""Gluon kernel: what goes before the backward of our own for Hopper, gradients and other numbers per row.
+"""Gluon kernel: gradients of sink, alpha, beta and gate, and the row statistics that sm90_backward_kernel reads.
 
-It should be as fast as a copy, so bytes must be on their way all the time, and neighbours in memory together. One warp
-does nothing but ask: the copy engine brings tiles of ROWS x COLUMNS into a ring of slots in shared memory, and numbers
-per row come along as small asynchronous copies. A group of four warps computes from there. Few slots are enough, and
-more are slower: what lies in them when the last bytes arrive is still to be computed.
+It runs before the attention's backward, as FlashAttention's preprocess kernel does, and should be as fast as a copy:
+bytes must be in flight all the time, and neighbours in memory together. One warp only issues loads: TMA brings tiles of
+ROWS x COLUMNS into pipeline stages in shared memory, and row statistics come along as small asynchronous copies. One
+warpgroup computes from there. Few stages are enough, and more are slower: what lies in them when the last bytes arrive
+is still to be computed.
 
 With 128 columns a token has two rows of a tile, one after the other: so a tile is one piece of memory, as a tile of 64
 columns is. An item is a tile of values, and those of dy, o and gates of all query heads that share them, head by head.
@@ -32,7 +33,7 @@ from affine_attn.kernels.constants import ELEMENTWISE, HEADWISE, LEARNED_SINK
 
 ROWS = tl.constexpr(64)
 COLUMNS = tl.constexpr(64)
-# Where a slot has its numbers per row, and how many of them.
+# Where a slot has its row statistics, and how many of them.
 ALPHA = tl.constexpr(0)
 BETA = tl.constexpr(1)
 ROW_GATE = tl.constexpr(2)
@@ -151,7 +152,7 @@ def _over_columns(b_rows, PARTS: gl.constexpr, ROW: gl.constexpr):
 
 @gluon.jit
 def _store_sum_over_tokens(p_total, b_rows, PARTS: gl.constexpr):
-    """By way of a layout in which a thread has all rows of a column: shuffles would take twice as long."""
+    """Sum through a layout in which a thread has all rows of a column: shuffles would take twice as long."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([ROWS // 2 // PARTS, 1, 1], [1, 1, 32], [1, PARTS, 4 // PARTS], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     # The two rows that a thread has already.
@@ -296,8 +297,8 @@ def _differentiate(
 
 @gluon.jit
 def _make_triangle(s_ones, PARTS: gl.constexpr):
-    """Of each row and the rows of the same columns before it. In the product a value that is not finite also reaches,
-    as 0 times it, tokens of the tile before it and the columns of the other half."""
+    """Write ones for each row and the rows of the same columns before it. In the MMA a value that is not finite also
+    reaches, as 0 times it, tokens of the tile before it and the columns of the other half."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     o_i, o_j = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     m_seen = (o_j[None, :] <= o_i[:, None]) & (o_j[None, :] % PARTS == o_i[:, None] % PARTS)
@@ -305,7 +306,7 @@ def _make_triangle(s_ones, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def row_gradients_kernel(
+def sm90_preprocess_kernel(
     d_dy, d_o, d_v, d_gate, d_do, d_dgate, p_before, p_lse, p_sink, p_alpha, p_beta, p_gate,
     p_do, p_dsink, p_dalpha, p_dbeta, p_dgate, p_delta, p_shift, p_totals,
     stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_sb, stride_sh, stride_st,
@@ -313,7 +314,7 @@ def row_gradients_kernel(
     SINK: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_BETA: gl.constexpr, GATE: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of sink, alpha, beta and gate, and what hopper_backward_kernel wants: do, the incoming gradient of the
+    """Gradients of sink, alpha, beta and gate, and what sm90_backward_kernel wants: do, the incoming gradient of the
     attention, delta = <do, o>, shift, the beta that goes with do, and totals, the sum of beta * gate * dy over an item.
 
     The size of the row factor alpha * gate is in lse, its sign in do. Under an elementwise gate do is sign * gate * dy;
@@ -341,7 +342,7 @@ def row_gradients_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # The copy engine, and each thread of the warp that asks.
+        # TMA, and each thread of the warp that asks.
         mbarrier.init(full.index(stage), count=1 + 32)
         mbarrier.init(v_full.index(stage), count=1 + 32)
         mbarrier.init(free.index(stage), count=1)
