@@ -98,6 +98,17 @@ def test_a_mask_that_an_evaluation_saw_first_can_be_trained_with():
     assert not built.kv_indices.is_inference()
 
 
+def test_flex_is_compiled_although_its_model_is_observed():
+    compilations = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, _: compilations.append(graph) or graph.forward)
+    with torch.compiler.set_stance("force_eager"):
+        compiled(torch.ones(2))
+        assert not compilations
+        with flex._compiled_all_the_same():
+            compiled(torch.ones(2))
+    assert len(compilations) == 1
+
+
 @torch.no_grad()
 def test_a_fake_call_leaves_nothing_to_real_ones():
     """Sizes are asked for with fake tensors; the mask may be the same, the default one say."""

@@ -4,7 +4,7 @@ Any logit of the family, any mask. On the CPU it has no backward and builds the 
 second opinion in tests.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,10 +82,15 @@ _compiled = None
 def _run_compiled(*args, **kwargs):
     # Past the limit Dynamo would silently run the dense form; every new shape is one more specialisation.
     limits = torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096)
-    # Who observes a model runs it uncompiled; FlexAttention itself stays compiled.
-    with limits, torch.compiler.set_stance("default"):
+    with limits, _compiled_all_the_same():
         assert _compiled is not None  # _flex compiles before it hands out this function
         return _compiled(*args, **kwargs)
+
+
+def _compiled_all_the_same() -> AbstractContextManager:
+    """Return a context in which FlexAttention is compiled although ``observe`` runs the rest of a model eagerly."""
+    is_eager = not torch.compiler.is_compiling() and torch._dynamo.eval_frame._stance.stance == "force_eager"
+    return torch.compiler.set_stance("default") if is_eager else nullcontext()
 
 
 def _score_mod(call: Call):
@@ -126,7 +131,7 @@ def _new_block_mask(call: Call) -> BlockMask:
     if call.q.device.type != "cuda":
         return create_block_mask(*arguments, device=call.q.device)
     # Compiled, or the mask itself would be built dense first.
-    with nullcontext() if torch.compiler.is_compiling() else torch.compiler.set_stance("default"):
+    with _compiled_all_the_same():
         return torch.compile(create_block_mask)(*arguments, device=call.q.device)
 
 
