@@ -1,6 +1,6 @@
-"""What the backward of our own saves on Hopper: python3 benchmarks/hopper_backward.py
+"""What the sm90 backward saves: python3 benchmarks/hopper_backward.py
 
-Beside each other: cuDNN's plain backward, the same with the gradients of the stages, and the backward of our own, also
+Beside each other: cuDNN's plain backward, the same with the gradients of the stages, and the sm90 backward, also
 by its parts. A result that differs from the second's by more than 16 bits explain is not timed.
 """
 
@@ -47,7 +47,7 @@ def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
 
 
 def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], object]]:
-    """What the backward of our own launches, one by one."""
+    """Return what the sm90 backward launches, one by one."""
     rows = sm90_backward.Preprocess(call, dy, output)
     rows.launch()
     sums, dk, dv = sm90_backward.new_sums(call, rows), torch.empty_like(call.k), torch.empty_like(call.v)

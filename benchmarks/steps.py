@@ -179,8 +179,8 @@ def _forward_bytes(call: Call) -> int:
 
 
 def _gradient_bytes(call: Call) -> int:
-    """dy, o, v, a gate by channel, alpha, beta and with a learned sink the log-sum-exp in; the gradients of gate, alpha
-    and beta out, and with a gate the gated dy that the attention's backward takes."""
+    """Return what must be moved: dy, o, v, an elementwise gate, alpha, beta and with a learned sink the log-sum-exp in;
+    the gradients of gate, alpha and beta out, and with a gate the gated dy that the attention's backward takes."""
     numbers = 2 * _number_bytes(call) + 4 * call.q.shape[:3].numel() * isinstance(call.sink, Tensor)
     return 2 * _bytes(call.q) + _values_bytes(call) + 3 * _gate_bytes(call) + numbers
 

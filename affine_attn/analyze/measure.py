@@ -123,7 +123,7 @@ def _on_device(model: AffineAttnForCausalLM, sequences: Sequence[Mapping[str, Te
 
 
 def _ranges(model: AffineAttnForCausalLM, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, tuple[float, float]]:
-    """Where values lie for certain: alpha between its ends, N beta = alpha_ma - alpha, and a row has n <= N keys."""
+    """Return bounds of values: alpha lies between its ends, N beta = alpha_ma - alpha, and a row has n <= N keys."""
     gates = alpha_gates(model)
     if not gates:
         return {}

@@ -285,7 +285,7 @@ def _pieces(encoder: Tokenizer, sources: list[Source], begin: dict[str, int], va
 
 
 def _split(text: str, valid: float) -> str:
-    """By the content's beginning, so that copies of a document are on the same side, in any order of sources."""
+    """Choose by the content's beginning, so that copies of a document are on the same side, in any order of sources."""
     digest = hashlib.blake2b(text[:SPLIT_CHARACTERS].encode(), digest_size=7).digest()
     return "valid" if int.from_bytes(digest) < valid * (1 << 56) else "train"
 

@@ -139,7 +139,7 @@ class Pieces:
 
 
 def _safe_cut(encoder: Tokenizer, text: str) -> int | None:
-    """Where both sides of a text have the tokens that they have in it, and no word of the pre-tokeniser in common."""
+    """Return a place where both sides of the text have the tokens that they have in it and share no word, or None."""
     whole = encoder.encode(text, add_special_tokens=False)
     middle = range(len(text) // 4, len(text) * 3 // 4)
     places = [found.start() for found in _WHITESPACE_ENDS.finditer(text) if found.start() in middle]
