@@ -498,7 +498,7 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
         ((llama, "c4", "--data", sets), "c4/validation.jsonl, or give --data c4=FILE"),
         ((llama, "c4", "--data", f"c4={tmp_path / 'none'}"), "there is no file"),
         ((llama, "piqa", "--data", f"piqa={bad}"), "its fields must be those of baber/piqa"),
-        ((llama, "piqa", "--data", f"piqa={cut}"), "is damaged, or not JSON lines"),
+        ((llama, "piqa", "--data", f"piqa={cut}"), "cut.jsonl, line 1, is not JSON"),
         ((llama, "--text", tmp_path / "none"), "there is no file"),
         ((llama, "--shards", tmp_path), "has no manifest.json: make it with affine-attn prepare"),
         ((llama, "--length", "8"), "are for --text and --shards"),
