@@ -14,7 +14,7 @@ demo: .venv/.installed
 
 test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/test_aot.py
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/kernels/test_aot.py
 
 # Most of their time these tests compile, on the CPU.
 test-gpu: .venv/.installed
@@ -30,19 +30,19 @@ SANITIZED = (T65x65-D80-everything or T300x900-D128-causal-bfloat16 or T300x900-
 test-sanitizer: .venv/.installed
 	for tool in memcheck "racecheck --kernel-name-exclude kernel_substring=cudnn --kernel-name-exclude kernel_substring=sm90_"; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
-			$(BIN)/python -m pytest -m gpu tests/test_engines.py tests/test_hopper_backward.py -k "$(SANITIZED)" || exit; \
+			$(BIN)/python -m pytest -m gpu tests/engines/test_engines.py tests/kernels/test_sm90_backward.py -k "$(SANITIZED)" || exit; \
 	done
 
 # The faults of `make test` and those that take longer.
 test-faults: .venv/.installed
-	$(BIN)/python -m pytest tests/test_faults.py
+	$(BIN)/python -m pytest tests/distill/test_faults.py
 
 # Mistakes put into a copy of the tree, one at a time: the tests must notice each.
 test-mutations: .venv/.installed
-	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.run_mutations
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.support.run_mutations
 
 test-aot: .venv/.installed
-	$(BIN)/python -m pytest -n 2 tests/test_aot.py
+	$(BIN)/python -m pytest -n 2 tests/kernels/test_aot.py
 
 # transformers' own common model tests, those it calls slow too: SOURCE is a checkout of its repository, used for the library
 # and for the tests.

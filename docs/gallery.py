@@ -21,7 +21,7 @@ from affine_attn.files import write_text
 from affine_attn.report.page import draw_figures
 from affine_attn.report.runs import Run, read_runs
 from benchmarks.readme import rewrite
-from tests.chromium import chromium, open_page
+from tests.support.chromium import chromium, open_page
 
 DOCS = Path(__file__).parent
 PAGE, FIGURES, PICTURE = DOCS / "gallery.md", DOCS / "gallery", DOCS / "report.png"

@@ -5,8 +5,8 @@
 
 import pytest
 
-from tests.mutations import MUTATIONS, Mutation
-from tests.run_mutations import ROOT, mutated, outcome
+from tests.support.mutations import MUTATIONS, Mutation
+from tests.support.run_mutations import ROOT, mutated, outcome
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -23,7 +23,7 @@ from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
 from benchmarks.readme import rewrite
 from docs import gallery
-from tests.tiny_runs import counting_shards, tiny
+from tests.support.tiny_runs import counting_shards, tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -1,0 +1,218 @@
+"""Compiled in one graph, traced as operators, or recomputed: the numbers are those of eager."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
+from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
+from affine_attn.core.call import checked_call
+from affine_attn.kernels import launch
+from tests.support.cases import SPECS
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
+# Each engine that is an operator, on a call that has every stage.
+CALLS = {
+    "sdpa": (SPECS["sink+affine+gate"], Mask()),
+    "sdpa_plain": (SPECS["softmax"], Mask()),
+    "sdpa_logn": (SPECS["logn"], Mask(causal=False)),
+    "blocked": (SPECS["scale_invariant+sink+affine+headwise"], Mask(documents=DOCUMENTS)),
+    "blocked_window": (SPECS["affine_gated"], Mask(window=3)),
+}
+
+
+def _inputs(case: str, tq: int = 9, dtype: torch.dtype = torch.float32) -> dict:
+    return random_inputs(CALLS[case][0], Shape(1, 4, 2, tq, 9, 8), dtype)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def _assert_same(compiled: dict[str, Tensor], eager: dict[str, Tensor], **tolerance):
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("tq", [9, 4])
+@pytest.mark.parametrize("case", CALLS)
+def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
+    """fullgraph=True raises on any graph break, in the forward or while the backward is traced.
+
+    With dynamic=True all sizes and numbers are variables, those of the spec too.
+    """
+    impl, (_, mask) = case.split("_")[0], CALLS[case]
+    inputs = _inputs(case, tq)
+    dy = torch.randn_like(inputs["q"])
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results = [
+        value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy)
+        for function in (compiled, attention)
+    ]
+    _assert_same(*results)
+
+
+def test_a_batch_of_any_size_is_exported_up_to_what_a_grid_holds(monkeypatch):
+    """As on CUDA, where the choice of an engine has a limit: torch must be able to name it."""
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, alpha: Tensor) -> Tensor:
+            return attention(q, q, q, alpha=alpha, beta=alpha)
+
+    q = torch.randn(3, 4, 32, 16)
+    sizes = {0: torch.export.Dim("batch")}
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"Dim\('batch', max=16383\)"):
+        torch.export.export(Attention(), (q, q[..., 0]), dynamic_shapes=(sizes, sizes))
+
+
+@torch.no_grad()
+def test_flex_is_one_graph_for_all_masks_of_a_kind():
+    """Packed batches have a new mask each, made outside of the compiled step or in it."""
+    inputs, graphs = random_inputs(SPECS["affine"], Shape(1, 4, 2, 9, 9, 16)), []
+
+    def backend(graph: torch.fx.GraphModule, _) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(mask: Mask, documents: Tensor) -> Tensor:
+        inner = attention(**inputs, mask=Mask(causal=False, documents=documents), impl="flex")
+        return inner + attention(**inputs, mask=mask, impl="flex")
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for cut in range(1, 4):
+        documents = (torch.arange(9) >= cut).long()[None]
+        mask = Mask(documents=documents)
+        torch.testing.assert_close(compiled(mask, documents), function(mask, documents))
+    assert len(graphs) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_trusts_the_layouts_that_the_operator_promises():
+    """The one slow case: generated code around the operator reads its outputs and gradients by their fake strides."""
+
+    def function(q: Tensor, gate: Tensor, **rest) -> Tensor:
+        return attention(2 * q.transpose(1, 2), gate=torch.sigmoid(gate), **rest) + 1
+
+    inputs = _inputs("sdpa")
+    inputs["q"] = inputs["q"].transpose(1, 2).contiguous()
+    dy = torch.randn(inputs["gate"].shape)
+    compiled = torch.compile(function, fullgraph=True)
+    _assert_same(value_and_gradients(compiled, inputs, dy), value_and_gradients(function, inputs, dy))
+
+
+@pytest.mark.parametrize("name", ["affine_gated", "scale_invariant", "logn", "sink"])
+def test_a_compiled_layer_trains_like_an_eager_one(name):
+    layer = AttentionLayer(16, 4, 2, attention=VARIANTS[name].spec, init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    results = []
+    for run in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+    for compiled, eager in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_a_default_device_does_not_cut_the_graph():
+    """torch.set_default_device replaces every torch function while it is on, which not all of them survive traced."""
+    layer = AttentionLayer(16, 4, 2, attention="affine_gated", init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    with torch.device("cpu"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_compiled_layer_adds_to_the_same_alpha_sums(padded):
+    layer = AttentionLayer(16, 4, 2, attention="affine", init_std=0.3).train()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :4] = False
+    mask = Mask(padding=padding) if padded else Mask()
+    batches = torch.randn(3, 2, 9, 16)
+    sums = []
+    for run in (compiled, layer):
+        layer.alpha._sum.zero_()
+        layer.alpha._count.zero_()
+        for x in batches:
+            run(x, mask).sum().backward()
+        sums.append((layer.alpha._sum.clone(), layer.alpha._count.clone()))
+    assert sums[1][1].tolist() == [3 * (14 if padded else 18)] * 4
+    torch.testing.assert_close(sums[0], sums[1])
+
+
+@pytest.mark.parametrize("stages", ["every_stage", "plain"])
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_operators_keep_the_rules_of_torch_library(engine, stages):
+    """Schema, fake implementation, autograd registration and tracing with symbolic shapes."""
+    case = engine if stages == "every_stage" else "sdpa_plain"
+    mask = CALLS[case][1]
+    arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
+    leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    call = checked_call(mask=mask, **leaves)
+    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, tuple(call.flat()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
+def test_fake_outputs_have_the_real_strides(engine, transposed, dtype):
+    """A compiled graph trusts the fake layout; projections hand over transposed q, k, v."""
+    inputs = _inputs(engine, dtype=dtype)
+    if transposed:
+        for name in ("q", "k", "v"):
+            inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+    arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
+    leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    flat = tuple(checked_call(mask=CALLS[engine][1], **leaves).flat())
+    torch.library.opcheck(
+        getattr(torch.ops.affine_attn, engine).default, flat, test_utils=("test_faketensor", "test_aot_dispatch_static")
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["affine_gated", "sink", "scale_invariant"])
+def test_activation_checkpointing_gives_identical_gradients(name, use_reentrant):
+    layer = AttentionLayer(16, 4, 2, attention=VARIANTS[name].spec, init_std=0.3).train()
+    x = torch.randn(2, 9, 16)
+    results = []
+    for run in (lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), layer):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        results.append([leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_new_length_recompiles_and_stays_right():
+    layer = AttentionLayer(16, 4, attention=AttentionSpec(logit=ScaleInvariant(), affine=Affine()), init_std=0.3).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 9, 12):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["scale", "sink"])
+def test_a_number_that_changes_from_call_to_call(name):
+    """From the second value on the compiler takes it for a variable."""
+    inputs = _inputs("sdpa_plain")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for value in (0.5, 2.0, -1.5, 0.0):
+        numbers = inputs | {name: value}
+        torch.testing.assert_close(compiled(**numbers), attention(**numbers))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_logit_s_number_that_changes_from_call_to_call(dynamic):
+    """Layers of one model may differ in it, and share the code that is compiled."""
+    inputs = _inputs("sdpa_plain")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tau in (10.0, 3.0, 0.1):
+        numbers = inputs | {"logit": ScaleInvariant(tau)}
+        torch.testing.assert_close(compiled(**numbers), attention(**numbers))

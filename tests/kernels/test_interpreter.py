@@ -1,0 +1,277 @@
+"""The Triton kernels (epilogue, distance logits, statistics) in the CPU interpreter, against the float64 reference."""
+
+import pytest
+import torch
+
+from affine_attn import LogN, Mask, ScaleInvariant, attention, attention_stats
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
+from affine_attn.core.call import checked_call
+from affine_attn.engines import decode
+from affine_attn.engines import flash as triton
+from affine_attn.kernels import availability, launch
+from affine_attn.kernels.epilogue import launch as epilogue
+from tests.conftest import interpreted, rerun_in_interpreter
+from tests.support.cases import CASES, MASKS, SINKS, SPECS
+from tests.support.fp32_sums import assert_fp32_sums
+
+SHAPES = [
+    Shape(2, 4, 2, 100, 100, 32),  # two tiles, the second one part filled
+    Shape(1, 3, 1, 70, 133, 80),  # chunked prefill, head dim off the power of two, group of 3
+    Shape(1, 2, 2, 140, 140, 64),  # three tiles: sums of later tiles travel
+]
+# What the epilogue sees: the specs whose logit a stock kernel can compute.
+EPILOGUES = {name: spec for name, spec in SPECS.items() if spec.logit is None or isinstance(spec.logit, LogN)}
+
+
+def test_the_kernels_in_the_interpreter():
+    rerun_in_interpreter(__file__)
+
+
+@interpreted
+def test_the_kernels_are_really_used():
+    assert launch.INTERPRETED
+    q = torch.randn(1, 1, 4, 16)
+    assert availability.why_no_fused_epilogue(checked_call(q, q, q, sink=0.0)) is None
+
+
+@interpreted
+@pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_values_and_gradients(name, shape, causal, negative):
+    inputs = random_inputs(EPILOGUES[name], shape)
+    if negative:
+        # Row factors of either sign: their size is folded into the log-sum-exp, their sign is not.
+        signed = [x for x in ("alpha", "gate") if x in inputs]
+        if not signed:
+            pytest.skip("no row factor in this variant")
+        for x in signed:
+            inputs[x] = inputs[x] - 0.5
+    wrong = [d for d in deviations("sdpa", inputs, Mask(causal=causal)) if not d.within]
+    assert not wrong
+
+
+@interpreted
+@pytest.mark.parametrize("kv_heads", [1, 2], ids="K{}".format)
+@pytest.mark.parametrize("name", ["sink+affine+gate", "affine"])
+def test_slices_of_columns_of_several_sequences(name, kv_heads):
+    """Each slice writes its part of the gradients of numbers per row."""
+    inputs = random_inputs(SPECS[name], Shape(2, 2, kv_heads, 20, 20, 80))
+    assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+@interpreted
+def test_no_two_gradients_share_memory():
+    """An operator, which is what a compiled model calls, may not return two views of one tensor."""
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 70, 70, 64))
+    call = checked_call(**inputs)
+    attended = torch.randn_like(call.q), torch.randn(call.q.shape[:3])
+    output = epilogue.apply_epilogue(call, *attended, epilogue.begin(call))
+    rows = epilogue.RowGradients(call, torch.randn_like(call.q), output)
+    with rows.incoming():
+        pass
+    gradients = rows.finish(*call.flat()[:3])
+    given = [x for x in gradients if x is not None]
+    assert len(given) == 5
+    assert len({x.untyped_storage().data_ptr() for x in given}) == 5
+
+
+@interpreted
+def test_the_incoming_gradient_is_left_as_it_was():
+    inputs = random_inputs(SPECS["affine"], SHAPES[0])
+    inputs["alpha"] -= 0.5
+    leaves = {name: x.requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    dy = torch.randn_like(inputs["q"])
+    before = dy.clone()
+    attention(**leaves, impl="sdpa").backward(dy)
+    assert torch.equal(dy, before)
+
+
+@interpreted
+def test_a_failed_backward_leaves_the_incoming_gradient_as_it_was():
+    inputs = random_inputs(SPECS["affine"], SHAPES[0])
+    inputs["alpha"] -= 0.5
+    call = checked_call(**inputs)
+    attended = torch.randn_like(call.q), torch.randn(call.q.shape[:3])
+    output = epilogue.apply_epilogue(call, *attended, epilogue.begin(call))
+    dy = torch.randn_like(call.q)
+    before = dy.clone()
+    rows = epilogue.RowGradients(call, dy, output)
+
+    def fails() -> None:
+        with rows.incoming() as do:
+            assert not torch.equal(do, before)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fails()
+    assert torch.equal(dy, before)
+
+
+@interpreted
+def test_an_expanded_gradient_is_not_negated_in_place():
+    inputs = random_inputs(SPECS["affine"], SHAPES[0])
+    inputs["alpha"] -= 0.5
+    leaves = {name: x.requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    y = attention(**leaves, impl="sdpa")
+    (from_sum,) = torch.autograd.grad(y.sum(), leaves["q"], retain_graph=True)
+    (from_ones,) = torch.autograd.grad(y, leaves["q"], torch.ones_like(y))
+    torch.testing.assert_close(from_sum, from_ones)
+
+
+@interpreted
+@pytest.mark.parametrize("token_sink", [False, True], ids=["per_head", "per_token"])
+def test_sinks_of_both_shapes_and_infinite_ones(token_sink):
+    inputs = random_inputs(SPECS["sink+affine+gate"], Shape(2, 6, 2, 100, 100, 32))
+    inputs["sink"] = SINKS[None, :, None].expand(2, 6, 100).clone() if token_sink else SINKS
+    assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+@interpreted
+def test_rows_without_keys_and_infinite_sinks():
+    shape = Shape(2, 6, 2, 20, 20, 16)
+    inputs, mask = (
+        random_inputs(SPECS["sink"], shape) | {"sink": SINKS},
+        MASKS["left_padding"](shape, torch.device("cpu")),
+    )
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_the_fused_epilogue_are_fp32_sums(causal):
+    """Under a causal mask what a segment's own queries add to dv is kept in 16 bits on the way."""
+    assert_fp32_sums(epilogue, torch.float16, causal, is_dv_rounded_once=not causal)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16], ids=["float16"])
+def test_half_precision(dtype):
+    inputs = random_inputs(SPECS["affine"], SHAPES[0], dtype)
+    assert not [d for d in deviations("sdpa", inputs) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_any_memory_layout_will_do(engine):
+    inputs = random_inputs(SPECS["sink+affine+gate"], SHAPES[0])
+    for layout in ((0, 2, 1, 3), (3, 2, 0, 1)):
+        back = tuple(torch.tensor(layout).argsort().tolist())
+        for name in ("q", "k", "v", "gate"):
+            inputs[name] = inputs[name].permute(layout).contiguous().permute(back)
+        inputs["sink"] = torch.stack((inputs["sink"], -inputs["sink"]), 1)[:, 0]
+        assert not [d for d in deviations(engine, inputs) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("engine", ["sdpa", "triton"])
+def test_a_gradient_of_y_in_any_memory_layout(engine):
+    inputs = random_inputs(SPECS["softmax"], SHAPES[0])
+    leaves = [inputs[x].requires_grad_() for x in "qkv"]
+    y, dy = attention(**inputs, impl=engine), torch.randn(inputs["q"].shape)
+    expected = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    channels_first = dy.transpose(2, 3).contiguous().transpose(2, 3)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, channels_first), expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(window=39),  # hides one pair
+        Mask(documents=torch.arange(40).expand(2, 40) // 13 * 2**32),  # ids that 32 bits cannot tell apart
+        Mask(padding=(torch.arange(40)[:, None] >= torch.tensor([3, 20])).T),  # tokens first in memory
+    ],
+    ids=["window", "documents", "padding"],
+)
+def test_masks_of_any_size_type_and_layout(mask):
+    inputs = random_inputs(SPECS["logn"], Shape(2, 2, 1, 40, 40, 16))
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
+
+
+# Every logit, mask and combination of stages that the triton engine takes, thinned out: the interpreter is slow.
+DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case.shape.tk < 60][::5]
+
+
+@interpreted
+@pytest.mark.parametrize("case", DISTANCE_CASES, ids=str)
+def test_the_triton_engine(case):
+    inputs = random_inputs(case.spec, case.shape, largest_logit=case.largest_logit)
+    mask = case.mask(case.shape, torch.device("cpu"))
+    reason = triton.why_not(checked_call(**inputs, mask=mask))
+    if reason is not None:
+        pytest.skip(reason)
+    assert not [d for d in deviations("triton", inputs, mask) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("logit", [ScaleInvariant(), ScaleInvariant(tau=0.5)], ids=str)
+def test_far_tiles_are_as_exact_as_near_ones(logit):
+    """Long enough that most tiles take the tensor-core polynomial."""
+    inputs = random_inputs(SPECS["softmax"], Shape(1, 2, 1, 400, 400, 32)) | {"logit": logit}
+    assert not [d for d in deviations("triton", inputs) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "scale_invariant", "alibi", "logn"])
+@pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "left_padding"])
+def test_statistics(name, mask):
+    _check_statistics(name, mask, Shape(2, 4, 2, 20, 45, 32))
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["causal", "documents_both_ways"])
+def test_statistics_of_queries_before_the_first_key(mask):
+    _check_statistics("softmax", mask, Shape(2, 4, 2, 12, 7, 32))
+
+
+def _check_statistics(name, mask, shape):
+    spec = SPECS[name]
+    mask = MASKS[mask](shape, torch.device("cpu"))
+    if spec.logit is not None and not mask.causal:
+        pytest.skip("the kernel's distance logits are causal")
+    inputs = random_inputs(spec, shape)
+    stages = {x: inputs[x] for x in ("q", "k", "logit", "sink", "alpha", "beta") if x in inputs}
+    # float64 takes the path without a kernel.
+    exact = {x: t.double() if isinstance(t, torch.Tensor) else t for x, t in stages.items()}
+    for measured, expected in zip(
+        attention_stats(**stages, mask=mask), attention_stats(**exact, mask=mask), strict=True
+    ):
+        torch.testing.assert_close(measured, expected, atol=2e-5, rtol=2e-5)
+
+
+# Decoding: (lengths of a static cache, window); None is a full cache.
+CACHES = {"full": (None, None), "lengths": ([50, 37, 2], None), "lengths_window": ([50, 37, 0], 9)}
+
+
+@interpreted
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "name", ["softmax", "off_by_one", "sink+affine+gate", "affine", "scale_invariant", "alibi", "logn"]
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_over_a_cache(name, cache, queries, splits):
+    lengths, window = CACHES[cache]
+    shape = Shape(3, 6, 2, queries, 50, 64)
+    inputs = random_inputs(SPECS[name], shape)
+    mask = Mask(window=window, lengths=None if lengths is None else torch.tensor(lengths))
+    if lengths is not None:
+        for row, length in enumerate(lengths):
+            inputs["k"][row, :, length:] = torch.nan  # what lies in unfilled slots changes nothing
+            inputs["v"][row, :, length:] = torch.nan
+    call = checked_call(**inputs, mask=mask)
+    assert decode.why_not(call) is None
+    y = decode.forward(call, splits).y
+    torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_decoding_with_padding_and_documents_by_name():
+    shape = Shape(2, 4, 2, 3, 45, 32)
+    inputs = random_inputs(SPECS["sink+affine+gate"], shape)
+    for mask in ("left_padding", "documents_interleaved", "none"):
+        mask = MASKS[mask](shape, torch.device("cpu"))
+        y = attention(**inputs, mask=mask, impl="decode")
+        torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)
