@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from affine_attn.analyze.run import FOLDER, Request, analyze_all
-from affine_attn.distill.gradients import STEPS
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import MODEL, TEACHER
 from affine_attn.distill.sweep import grid, outcome
 from affine_attn.errors import FileError, MissingPackage, NotFinite, UserError
 from affine_attn.report import write_report
+from affine_attn.runs.series import STEPS
 
 STUDENTS = "attention=softmax,sink,affine"
 REPORT = "report.html"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from affine_attn.files import written
+from affine_attn.runs.files import written
 from benchmarks.record import Row
 
 LENGTHS = {"3B": 2048, "3B-8k": 8192, "3B-32k": 32768}

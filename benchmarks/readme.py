@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from affine_attn.core.variants import VARIANTS, variants_table
-from affine_attn.files import write_text
+from affine_attn.runs.files import write_text
 from benchmarks import plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from affine_attn.bench.timing import Timing
-from affine_attn.files import write_text
+from affine_attn.runs.files import write_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

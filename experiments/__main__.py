@@ -114,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _bigram(arguments: argparse.Namespace) -> int:
-    from affine_attn.distill.shards import write_json
+    from affine_attn.runs.files import write_json
     from experiments.bigram import bigram
     from experiments.grid import base_recipe
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from affine_attn.distill.gradients import STEPS, gradient_statistics
+from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments import controls
 from experiments.compare import holm, interval, paired, welch
 from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, UNDECAYED

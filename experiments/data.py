@@ -7,6 +7,7 @@ from typing import Any
 
 from affine_attn.distill import shards
 from affine_attn.distill.prepare import prepare
+from affine_attn.runs.files import write_json
 
 # Small files: each travels where one large one would not.
 SHARD_TOKENS = 1 << 23
@@ -32,6 +33,6 @@ def prepare_split(
     for unit in ("tokens", "documents"):
         manifest[unit]["valid"] = held_out[unit]["train"]
     manifest["valid_sources"] = held_out["settings"]["sources"]
-    shards.write_json(out / shards.MANIFEST, manifest)
+    write_json(out / shards.MANIFEST, manifest)
     shutil.rmtree(beside)
     return manifest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from affine_attn.distill.gradients import STEPS, gradient_statistics
+from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments.compare import Interval, interval
 from experiments.grid import COMMON_RATE, SEEDS
 from experiments.runs import Run

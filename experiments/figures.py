@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from affine_attn.distill.gradients import STEPS
-from affine_attn.files import written
+from affine_attn.runs.files import written
+from affine_attn.runs.series import STEPS
 from experiments.grid import PAPER_RATE
 from experiments.runs import Run
 from experiments.tables import by_setting, table_d

@@ -19,7 +19,7 @@ from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.statistics import columns
 from affine_attn.models import AffineAttnForCausalLM
-from affine_attn.models.statistics import collect_statistics
+from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates, track_alpha
 from affine_attn.nn.layer import head_parameters
 from experiments.grid import Student

@@ -12,7 +12,7 @@ from affine_attn.distill.shards import TokenShards
 from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_retrieval
 from affine_attn.evaluate.perplexity import encode
 from affine_attn.models import AffineAttnForCausalLM
-from affine_attn.models.statistics import evaluating
+from affine_attn.models.collect import evaluating
 from experiments.grid import Group, Needles, Student
 from experiments.learner import Learner, autocast, batches_of, room_for_graphs
 

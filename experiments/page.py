@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from affine_attn.analyze.files import Analysis
-from affine_attn.files import write_text
 from affine_attn.report import page
 from affine_attn.report.runs import Run as Reported
+from affine_attn.runs.analysis import Analysis
+from affine_attn.runs.files import write_text
 from experiments.grid import CORE, OTHERS
 from experiments.runs import Run
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from affine_attn.files import write_text
+from affine_attn.runs.files import write_text
 from benchmarks.readme import rewrite
 from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, tables
 from experiments.grid import SMALL

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from affine_attn.analyze import files
 from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.analyze.run import Request, Target, analyze
-from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import write_json
 from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import FOLDER as EVALUATION
-from affine_attn.files import written
+from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
+from affine_attn.runs.files import write_json, written
+from affine_attn.runs.series import gradient_statistics
 from experiments.grid import Group, Student
 
 if TYPE_CHECKING:
@@ -79,10 +78,10 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
     copy_files(tokenizer, folder / MODEL)
 
 
-def write_analysis(folder: Path, recipe: Recipe, layers: int) -> None:
+def analyze_model(folder: Path, recipe: Recipe, layers: int) -> None:
     """Of the model in the folder. Maps of the first, a middle and the last layer: those of all would be too large."""
     request = Request(Path(recipe.data), recipe.sequence_length, layers=(0, layers // 2, layers - 1))
-    files.write(folder / ANALYSIS, analyze(Target(folder.name, str(folder / MODEL), None), request))
+    write_analysis(folder / ANALYSIS, analyze(Target(folder.name, str(folder / MODEL), None), request))
 
 
 def write_result(
@@ -146,9 +145,9 @@ class Run:
     def evaluations(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.folder / EVALUATION).glob("*.json"))]
 
-    def analysis(self) -> files.Analysis | None:
+    def analysis(self) -> Analysis | None:
         place = self.folder / ANALYSIS
-        return files.read(place) if place.exists() else None
+        return read_analysis(place) if place.exists() else None
 
     def statistics(self) -> list[dict[str, Any]]:
         with gzip.open(self.folder / STATISTICS, "rt") as file:

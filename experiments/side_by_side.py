@@ -26,8 +26,8 @@ from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.statistics import SEQUENCES
 from affine_attn.distill.teacher import ask, logits
 from affine_attn.distill.validation import perplexity
-from affine_attn.files import written
-from affine_attn.models.statistics import evaluating
+from affine_attn.models.collect import evaluating
+from affine_attn.runs.files import written
 from experiments import needles, runs
 from experiments.grid import Group
 from experiments.learner import Learner, batches_of, context, device_here, loss_of, on_device, room_for_graphs
@@ -99,7 +99,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
             if group.is_kept:
                 runs.write_model(own, learner.model, text.tokenizer)
             if group.is_analysed(learner.student):
-                runs.write_analysis(own, recipe, learner.model.config.num_hidden_layers)
+                runs.analyze_model(own, recipe, learner.model.config.num_hidden_layers)
             if group.needles is not None:
                 # After all else: it changes the model.
                 measured |= needles.found(learner.student, learner.model, group, group.needles)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from affine_attn.distill.gradients import STEPS, gradient_statistics
 from affine_attn.evaluate.results import TABLE_1, accuracy, average
+from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments.compare import Interval, Paired, interval, paired
 from experiments.grid import COMMON_RATE, CONTROLS, PAPER_RATE
 from experiments.runs import Run

@@ -17,8 +17,8 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 
 # Rooms from the bottom up: a room may import those in the rows above its own, and itself. A new room gets a place here.
 ROOMS = [
-    {"__version__", "commit", "errors"},
-    {"core", "files"},
+    {"__version__", "errors"},
+    {"runs", "core"},
     {"kernels"},
     {"engines"},
     {"api"},

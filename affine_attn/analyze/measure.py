@@ -14,8 +14,8 @@ from affine_attn.api import attention_stats
 from affine_attn.core.call import checked_call
 from affine_attn.core.stats import AttentionStats
 from affine_attn.errors import NotFinite
+from affine_attn.models.collect import LayerStatistics, attention_layers, collect_statistics, evaluating
 from affine_attn.models.modeling import AffineAttnForCausalLM
-from affine_attn.models.statistics import LayerStatistics, attention_layers, collect_statistics, evaluating
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.layer import AttentionLayer, observe
 

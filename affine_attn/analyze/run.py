@@ -11,7 +11,6 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from affine_attn.analyze.files import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write
 from affine_attn.analyze.measure import measure
 from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
 from affine_attn.core.spec import AttentionSpec
@@ -23,9 +22,10 @@ from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import Subject, provenance, require_writable
 from affine_attn.models.convert import convert, load
-from affine_attn.models.folders import tokenizer_of
+from affine_attn.models.generate import tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.presets import at_length
+from affine_attn.runs.analysis import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write_analysis
 
 FOLDER = "analysis"
 # Queries and keys of the maps, where none are asked for.
@@ -157,7 +157,7 @@ def analyze_all(
     analyses = []
     for target, folder in zip(chosen, folders, strict=True):
         analyses.append(analyze(target, request, device, dtype))
-        write(folder, analyses[-1])
+        write_analysis(folder, analyses[-1])
     return analyses, folders
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from affine_attn.analyze.files import Analysis
-from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import METRICS, JsonLines
 from affine_attn.distill.statistics import STATISTICS
 from affine_attn.errors import UserError
+from affine_attn.runs.analysis import Analysis
+from affine_attn.runs.series import gradient_statistics
 
 # The paper's late phase: steps 7000 to 9000 of 9000.
 LATE = 7 / 9

@@ -39,9 +39,9 @@ def convert(
 ) -> None:
     """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
     with one_line_errors():
-        from affine_attn.models import folders
+        from affine_attn.models import generate
 
-        for line in folders.convert_folder(
+        for line in generate.convert_folder(
             source, target, attention, start_as_softmax, gguf_file, to_plain=to_plain, with_code=with_code
         ):
             say(line)
@@ -61,7 +61,7 @@ def generate(
 ) -> None:
     """Continue a prompt, token by token, and say how fast: the text on stdout, the speed on stderr."""
     with one_line_errors():
-        from affine_attn.models.folders import generate_text
+        from affine_attn.models.generate import generate_text
 
         speed = generate_text(model, prompt, max_new_tokens, temperature, seed, device, recent)
     Console(stderr=True).print(speed, markup=False, highlight=False)

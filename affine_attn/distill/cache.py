@@ -30,8 +30,8 @@ from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import NotFinite, UserError
-from affine_attn.files import errors_naming
 from affine_attn.models.convert import load, usable_device
+from affine_attn.runs.files import errors_naming, settle, temporary, write_json
 
 COMMAND = "cache-teacher"
 # The fields of an item that CachedShards adds to those of TokenShards.
@@ -167,7 +167,7 @@ def cache_teacher(
                     file.write(_records(network, data, part, plan).tobytes())
                     tokens = len(part) * plan.sequence_length
                     progress.update(task, advance=tokens, tokens=progress.tasks[task].fields["tokens"] + tokens)
-                shards.settle(file, out / name)
+                settle(file, out / name)
     manifest = {
         "version": shards.VERSION,
         "teacher": teacher,
@@ -179,7 +179,7 @@ def cache_teacher(
     with shards.alone_in(out, wait=True):
         if not all((out / name).exists() for name, *_ in plan.pieces()):
             return None
-        shards.write_json(out / shards.MANIFEST, manifest)
+        write_json(out / shards.MANIFEST, manifest)
         (out / shards.PROGRESS).unlink(missing_ok=True)
     return manifest
 
@@ -196,7 +196,7 @@ def _begin(out: Path, settings: dict[str, Any], plan: CachePlan) -> None:
             "lower --top-k or give --output"
         )
     if not (out / shards.PROGRESS).exists():
-        shards.write_json(out / shards.PROGRESS, {"version": shards.VERSION, "settings": settings})
+        write_json(out / shards.PROGRESS, {"version": shards.VERSION, "settings": settings})
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _claimed(path: Path) -> Iterator[BinaryIO | None]:
     The lock is the kernel's, so a killed process leaves none behind. Nothing is cut before it is held: the file that
     was opened may by then be the complete one, under its new name.
     """
-    with open(os.open(shards.temporary(path), os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+    with open(os.open(temporary(path), os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,7 +214,7 @@ def _claimed(path: Path) -> Iterator[BinaryIO | None]:
             return
         if path.exists():
             # A file of the temporary name was made anew after the other process had renamed its own.
-            shards.temporary(path).unlink(missing_ok=True)
+            temporary(path).unlink(missing_ok=True)
             yield None
             return
         file.truncate()

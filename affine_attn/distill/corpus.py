@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from affine_attn.errors import MissingPackage, UserError
-from affine_attn.files import sha256
+from affine_attn.runs.files import sha256
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".py")

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
-from affine_attn.commit import commit
+from affine_attn.runs.provenance import commit
 
 ENVIRONMENT = "environment.json"
 

@@ -28,7 +28,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from affine_attn.distill.estimate import PEAKS
 from affine_attn.errors import UserError
-from affine_attn.files import errors_naming, write_text
+from affine_attn.runs.files import errors_naming, write_text
 
 METRICS = "metrics.jsonl"
 _NAMES = {"learning_rate": "lr"}

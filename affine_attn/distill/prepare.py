@@ -28,6 +28,7 @@ from affine_attn.distill.tokenizer import (
     train_tokenizer,
 )
 from affine_attn.errors import UserError
+from affine_attn.runs.files import write_json
 
 # Text enough for the tokenizer's threads, little enough to hold.
 BATCH_CHARACTERS = 1 << 20
@@ -143,7 +144,7 @@ def _reopen(out: Path, manifest: dict[str, Any]) -> None:
         split: [entry for entry in entries if not entry["name"].endswith(last)]
         for split, entries in manifest["shards"].items()
     }
-    shards.write_json(out / shards.PROGRESS, state)
+    write_json(out / shards.PROGRESS, state)
     (out / shards.MANIFEST).unlink()
 
 
@@ -185,7 +186,7 @@ def _begin(out: Path, sources: list[Source], given: Path | None, settings: dict[
         "shards": {split: [] for split in shards.SPLITS},
         "next": _BEGIN,
     }
-    shards.write_json(out / shards.PROGRESS, state)
+    write_json(out / shards.PROGRESS, state)
     # After the progress file: a folder of that name without one is somebody else's.
     folder.replace(out / shards.TOKENIZER)
     return state
@@ -247,7 +248,7 @@ def _write_shards(
                 number = state["next"]["number"] + 1
                 place = {"source": piece.source, "document": piece.number, "position": piece.position}
                 state["next"] = {"number": number, **place}
-                shards.write_json(out / shards.PROGRESS, state)
+                write_json(out / shards.PROGRESS, state)
                 writers, before = open_shards(), _tokens(state)["train"]
     commit()
     if not any(state["shards"].values()):
@@ -258,7 +259,7 @@ def _write_shards(
     if ended_early:
         # Where the last shards began: with more tokens they would have become longer.
         manifest |= {"max_tokens": max_tokens, "next": state["next"]}
-    shards.write_json(out / shards.MANIFEST, manifest)
+    write_json(out / shards.MANIFEST, manifest)
     (out / shards.PROGRESS).unlink()
     return manifest
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import METRICS, JsonLines
+from affine_attn.runs.series import gradient_statistics
 
 RESULT = "result.json"
 _SPEEDS = ("tokens_per_second", "mfu")

@@ -27,16 +27,16 @@ from affine_attn.distill.environment import ENVIRONMENT, environment
 from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.result import RESULT, result
-from affine_attn.distill.shards import fingerprint, write_json
+from affine_attn.distill.shards import fingerprint
 from affine_attn.distill.statistics import SEQUENCES, STATISTICS, Statistics
 from affine_attn.distill.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.trainer import IDENTITY, DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
-from affine_attn.files import read_object
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.convert import MODEL, load
 from affine_attn.models.presets import at_length
+from affine_attn.runs.files import read_object, write_json
 
 RECIPE, TEACHER, LOCK = "recipe.json", "teacher", ".lock"
 # They decide how a run is carried out; another value may be given on resuming.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from affine_attn.errors import UserError
-from affine_attn.files import errors_naming, read_object, settle, temporary, written
+from affine_attn.runs.files import errors_naming, read_object, settle, temporary, written
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,12 +41,6 @@ MAX_MAPPED = 4096
 def token_dtype(name: str) -> np.dtype:
     """uint16 or uint32 as the manifest names it; files are little endian on every machine."""
     return np.dtype(name).newbyteorder("<")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing, also if the machine loses power."""
-    with written(path) as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

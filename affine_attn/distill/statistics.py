@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from affine_attn.distill.losses import LossSpec
 from affine_attn.distill.metrics import JsonLines, Metrics
-from affine_attn.models.statistics import LayerStatistics, collect_statistics
+from affine_attn.models.collect import LayerStatistics, collect_statistics
 
 STATISTICS = "statistics.jsonl"
 SEQUENCES = 4

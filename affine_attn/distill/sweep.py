@@ -10,7 +10,7 @@ from affine_attn.distill.recipes import LEARNING_RATES, Recipe
 from affine_attn.distill.result import RESULT
 from affine_attn.distill.run import MODEL, TEACHER, take_up
 from affine_attn.errors import UserError
-from affine_attn.files import read_object
+from affine_attn.runs.files import read_object
 
 # Columns of the table, as result.json has them.
 _LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")

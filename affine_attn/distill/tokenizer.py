@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from affine_attn.errors import MissingPackage, UserError
-from affine_attn.files import read_object
+from affine_attn.runs.files import read_object
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

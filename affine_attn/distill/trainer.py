@@ -26,12 +26,13 @@ from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_lo
 from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.shards import TokenShards, write_json
+from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, frozen, largest
 from affine_attn.errors import FileError, NotFinite, UserError, first_line
 from affine_attn.models.modeling import not_finite_average
 from affine_attn.nn.alpha import track_alpha
 from affine_attn.nn.layer import head_parameters
+from affine_attn.runs.files import write_json
 
 _UNFINISHED = "checkpoint.tmp"
 # In a checkpoint: of which run it is.

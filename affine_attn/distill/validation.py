@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from transformers import TrainerCallback
 
 from affine_attn.distill.trainer import DistillTrainer
-from affine_attn.models.statistics import evaluating
+from affine_attn.models.collect import evaluating
 
 
 class Validation(TrainerCallback):

@@ -16,12 +16,11 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from affine_attn.commit import commit
-from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.files import read_object, sha256
 from affine_attn.models.convert import load, read_config, require_place, usable_device
-from affine_attn.models.folders import tokenizer_of
+from affine_attn.models.generate import tokenizer_of
+from affine_attn.runs.files import read_object, sha256, write_json
+from affine_attn.runs.provenance import commit
 
 FOLDER = "evaluation"
 DTYPES = ("float32", "bfloat16", "float16")

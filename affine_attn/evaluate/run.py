@@ -24,7 +24,7 @@ from affine_attn.evaluate.long_context import (
 from affine_attn.evaluate.perplexity import encode, shard_perplexity, text_perplexity
 from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once
 from affine_attn.evaluate.score import REQUESTS, Pair, Score, read_scores, write_lines
-from affine_attn.files import sha256
+from affine_attn.runs.files import sha256
 
 # Of windows where none is given, as in the paper's training; less for a model that has less.
 LENGTH = 2048

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from affine_attn.errors import UserError
-from affine_attn.files import written
 from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.runs.files import written
 
 REQUESTS, SCORES = "affine-attn requests 1", "affine-attn scores 1"
 # Logits and their logarithms, both in fp32, of a batch.

@@ -33,7 +33,7 @@ from jinja2 import UndefinedError
 from lm_eval.api.task import ConfigurableTask
 
 from affine_attn.distill.corpus import decompressed, parse_line
-from affine_attn.files import sha256
+from affine_attn.runs.files import sha256
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zst")

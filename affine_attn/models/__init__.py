@@ -7,7 +7,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingPackage("affine_attn.models needs transformers: pip install 'affine-attn[models]'") from error
 
-import affine_attn.models.parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
+import affine_attn.models.tensor_parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, stage_keys
 from affine_attn.models.modeling import AffineAttnForCausalLM, AffineAttnModel, AffineAttnPreTrainedModel

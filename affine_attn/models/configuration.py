@@ -15,7 +15,7 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.spec import AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
 from affine_attn.errors import UserError
-from affine_attn.models.interface import NAME
+from affine_attn.models.attn_implementation import NAME
 from affine_attn.nn.rope import Rope
 
 _SIZES = (

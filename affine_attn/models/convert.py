@@ -26,10 +26,10 @@ from transformers import (
 
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.errors import MissingPackage, UserError, first_line
-from affine_attn.files import read_object
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.files import read_object
 
 MODEL = "model"  # where the folder of a run has its model
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from affine_attn import errors
 from affine_attn.core import blocks, call, masks, nonfinite, reference, spec, stages, variants
 from affine_attn.errors import UserError
-from affine_attn.files import write_text
-from affine_attn.models import configuration, interface, modeling, parallel, streaming
+from affine_attn.models import attn_implementation, configuration, modeling, streaming, tensor_parallel
 from affine_attn.nn import alpha, layer, rope
+from affine_attn.runs.files import write_text
 
 MODULE = "modeling_affine_attn"
 _BEFORE_ATTENTION = (errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
-_AFTER_ATTENTION = (alpha, layer, interface, configuration, parallel, streaming, modeling)
+_AFTER_ATTENTION = (alpha, layer, attn_implementation, configuration, tensor_parallel, streaming, modeling)
 # The rule for these modules: they import only each other and ``api.attention``, and no two define the same name.
 MODULES = (*_BEFORE_ATTENTION, *_AFTER_ATTENTION)
 # api.py without the engines.
@@ -57,9 +57,9 @@ def modeling_source() -> str:
     for module in _AFTER_ATTENTION:
         _take(module, imports, bodies, names)
     # A name of its own, so that this code and the package can be loaded side by side.
-    name = f'NAME = "{interface.NAME}"'
+    name = f'NAME = "{attn_implementation.NAME}"'
     (body,) = (body for body in bodies if name in body)
-    bodies[bodies.index(body)] = body.replace(name, f'NAME = "{interface.NAME}_code"')
+    bodies[bodies.index(body)] = body.replace(name, f'NAME = "{attn_implementation.NAME}_code"')
     head = '"""Written by affine-attn from its own sources; Apache-2.0."""\n\n'
     return head + "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n".join(bodies)
 

@@ -22,10 +22,10 @@ from affine_attn.analyze.run import variant_name
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.errors import MissingPackage
 from affine_attn.evaluate.results import SHARES, average
-from affine_attn.files import written
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, measured, read_runs
+from affine_attn.runs.files import written
 
 # Rows of the summary: heading, and where result.json (or "gradients" in it) has the number.
 _RESULTS = {

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affine_attn.analyze import files, training
-from affine_attn.analyze.files import is_count, is_number
+from affine_attn.analyze import training
 from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.distill.environment import ENVIRONMENT
 from affine_attn.distill.metrics import METRICS, JsonLines
@@ -18,7 +17,9 @@ from affine_attn.distill.statistics import STATISTICS
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import TABLE_1, accuracy
-from affine_attn.files import read_object
+from affine_attn.runs.analysis import ANALYSIS as ANALYSIS_FILE
+from affine_attn.runs.analysis import Analysis, is_count, is_number, read_analysis
+from affine_attn.runs.files import read_object
 
 # Weights that all maps of a page may have together: about 2 MB of it.
 MAP_NUMBERS = 1_500_000
@@ -34,7 +35,7 @@ class Run(training.Run):
     result: dict[str, Any]
     finished: bool
     evaluations: list[dict[str, Any]]
-    analysis: files.Analysis | None
+    analysis: Analysis | None
 
     @property
     def model(self) -> Path:
@@ -71,7 +72,7 @@ def _read(folder: Path, name: str) -> Run:
     trained = (folder / RECIPE).is_file()
     model = folder / MODEL if trained else folder
     evaluations = [_evaluation(path) for path in sorted((model / EVALUATION).glob("*.json"))]
-    analysis = files.read(model / ANALYSIS, MAP_NUMBERS) if (model / ANALYSIS / files.ANALYSIS).is_file() else None
+    analysis = read_analysis(model / ANALYSIS, MAP_NUMBERS) if (model / ANALYSIS / ANALYSIS_FILE).is_file() else None
     if not trained and not evaluations and analysis is None:
         raise UserError(
             f"{folder} is no run of affine-attn distill (it has no {RECIPE}), "

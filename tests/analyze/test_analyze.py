@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
-from affine_attn.analyze import files
 from affine_attn.analyze.measure import measure
 from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targets, variant_name
 from affine_attn.analyze.sequences import load_sequences
 from affine_attn.cli import app
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.models import convert, preset
+from affine_attn.models.collect import collect_statistics
 from affine_attn.models.configuration import as_spec
 from affine_attn.models.presets import at_length
-from affine_attn.models.statistics import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.analysis import MAPS, read_analysis
 from tests.support.analyzed import HOSTILE, models, text_file
 from tests.support.hf import SIZES, tiny_model
 from tests.support.tiny_runs import VOCAB, counting_shards
@@ -222,7 +222,7 @@ def test_files_are_what_was_written(tmp_path):
     request = Request(text_file(tmp_path), length=48, sequences=2, layers=[1], window="4:20")
     (analysis,), (folder,) = analyze_all([str(place)], request)
     assert folder == place / "analysis"
-    again = files.read(folder)
+    again = read_analysis(folder)
     assert again.content == json.loads(json.dumps(analysis.content, allow_nan=False))
     np.testing.assert_array_equal(again.weights, analysis.weights)
     assert again.map(1).shape == (4, 16, 16)
@@ -234,13 +234,13 @@ def test_files_are_what_was_written(tmp_path):
     }  # fmt: skip
     assert again.content["model"]["variant"] == "affine"
     assert "".join(again.content["map"]["tokens"])[:8] in "<|endoftext|>" + HOSTILE
-    whole = (folder / files.MAPS).read_bytes()
+    whole = (folder / MAPS).read_bytes()
     for broken in (b"PK broken", whole[: len(whole) // 2], whole[:200] + bytes(100) + whole[300:]):
-        (folder / files.MAPS).write_bytes(broken)
+        (folder / MAPS).write_bytes(broken)
         with pytest.raises(ValueError, match="damaged"):
-            files.read(folder)
+            read_analysis(folder)
     with pytest.raises(ValueError, match="make it with affine-attn analyze"):
-        files.read(tmp_path)
+        read_analysis(tmp_path)
 
 
 def test_maps_that_no_report_would_read_are_not_made(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def test_the_command_says_where_everything_is(tmp_path):
     for model, name in zip(printed["models"], ("softmax", "affine"), strict=True):
         assert model["name"] == name
         assert model["folder"] == str(tmp_path / "out" / name)
-        assert model["scalars"] == files.read(tmp_path / "out" / name).content["scalars"]
+        assert model["scalars"] == read_analysis(tmp_path / "out" / name).content["scalars"]
     table = CliRunner().invoke(app, command).stdout
     assert "alpha_saturated" in table
     assert f"{printed['models'][1]['scalars']['negative']:.4g}" in table

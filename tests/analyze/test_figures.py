@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from affine_attn.analyze import figures
-from affine_attn.analyze.files import Analysis, read, write
 from affine_attn.analyze.style import COLOURS, lines, plain, token_labels
 from affine_attn.analyze.training import Run, gradient_table, read_run, runs_of
 from affine_attn.core.variants import VARIANTS
+from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
 from tests.support.analyzed import HOSTILE, example_analyses
 
 STEPS = 600
@@ -40,7 +40,7 @@ def write_run(folder, level, alpha=None):
 def analyses(tmp_path_factory):
     """Three models on hostile text, two of them trained, all under hostile names."""
     folder = tmp_path_factory.mktemp("models")
-    found = [read(place) for place in example_analyses(folder)]
+    found = [read_analysis(place) for place in example_analyses(folder)]
     found[0].content["run"] = str(write_run(folder / "run0", 2.0))
     found[2].content["run"] = str(write_run(folder / "run1", 1.9, alpha=0.4))
     for analysis, name in zip(found, ("_hidden", "$\\frac{1}{0$", "</svg><script>"), strict=True):
@@ -74,9 +74,9 @@ def test_everything_there_is_to_see_is_drawn(drawn):
 
 
 def test_the_same_files_give_the_same_bytes(analyses, tmp_path):
-    write(tmp_path, analyses[2])
+    write_analysis(tmp_path, analyses[2])
     once = figures.save(lambda: figures.attention_maps([analyses[2]]), tmp_path / "a")
-    again = figures.save(lambda: figures.attention_maps([read(tmp_path)]), tmp_path / "b")
+    again = figures.save(lambda: figures.attention_maps([read_analysis(tmp_path)]), tmp_path / "b")
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
 
 

@@ -20,6 +20,7 @@ from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import RECIPES
 from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.tokenizer import Pieces, train_tokenizer
+from affine_attn.runs.files import write_json
 
 WORDS = [
     "attention", "don't", "über", "注意。", "x86_64", "1234567", '"quoted', 'words"', "(a", "b)", "e\u0301",
@@ -257,7 +258,7 @@ def test_fewer_tokens_are_refused(own, many, tmp_path):
         with pytest.raises(ValueError, match=rf"{folder} was begun for {begun} training tokens or more, not 4000"):
             prepare(tmp_path / folder, [many], max_tokens=4000, **options)
     manifest = read_manifest(tmp_path / "ended")
-    shards.write_json(tmp_path / "ended" / shards.PROGRESS, manifest)
+    write_json(tmp_path / "ended" / shards.PROGRESS, manifest)
     (tmp_path / "ended" / shards.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"was begun for \d+ training tokens or more, not 2000"):
         prepare(tmp_path / "ended", [many], max_tokens=2000, **options)

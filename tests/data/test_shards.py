@@ -20,12 +20,14 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
+from affine_attn.distill import prepare as preparing
 from affine_attn.distill import shards
 from affine_attn.distill.corpus import find_sources, standard_library
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.tokenizer import load_tokenizer, tokenizer_hash
+from affine_attn.runs.files import write_json
 
 WORDS = ["attention", "need", "not", "über", "注意", "def", "return\n\tself", "<|endoftext|>", "0"]
 
@@ -278,16 +280,16 @@ def test_an_edit_that_leaves_the_size_is_noticed(tmp_path, monkeypatch, tokenize
     source = _write_jsonl(tmp_path / "corpus.jsonl", _texts(60))
     options = {"tokenizer": tokenizer, "valid": 0.2, "shard_tokens": 400}
     prepare(tmp_path / "whole", [str(source)], **options)
-    real, calls = shards.write_json, 0
+    calls = 0
 
-    def write_json(path, content):
+    def killed(path, content):
         nonlocal calls
         calls += 1
         if calls > 3:
             raise KeyboardInterrupt
-        real(path, content)
+        write_json(path, content)
 
-    monkeypatch.setattr(shards, "write_json", write_json)
+    monkeypatch.setattr(preparing, "write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", [str(source)], **options)
     monkeypatch.undo()
@@ -308,7 +310,7 @@ def test_an_edit_that_leaves_the_size_is_noticed(tmp_path, monkeypatch, tokenize
 def test_a_folder_that_did_not_record_the_content_of_its_sources_says_so(tmp_path, corpus, tokenizer):
     manifest = prepare(tmp_path / "out", [str(corpus)], tokenizer)
     manifest["settings"]["sources"][0]["sha256"] = None
-    shards.write_json(tmp_path / "out" / shards.MANIFEST, manifest)
+    write_json(tmp_path / "out" / shards.MANIFEST, manifest)
     with pytest.raises(ValueError, match=r"begun with the source .*corpus.jsonl, whose content was not recorded then"):
         prepare(tmp_path / "out", [str(corpus)], tokenizer)
 

@@ -18,13 +18,14 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill import cache, shards
+from affine_attn.distill import cache
 from affine_attn.distill.cache import CachedShards, CachePlan, cache_teacher, cached_target
 from affine_attn.distill.losses import Teacher
 from affine_attn.distill.run import run
 from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, fingerprint, frozen, largest
+from affine_attn.runs.files import write_json
 from tests.distill.test_run import teacher_of
 from tests.support.tiny_runs import VOCAB, counting_shards, metrics, tiny
 
@@ -319,7 +320,7 @@ def test_a_cache_of_something_else_is_refused(tmp_path, data, teacher, cached):
     assert "was made for other tokens than those of" in message(tmp_path / "same")
     shutil.copytree(data, tmp_path / "tokenizer")
     manifest = json.loads((data / "manifest.json").read_text()) | {"tokenizer_sha256": "another"}
-    shards.write_json(tmp_path / "tokenizer" / "manifest.json", manifest)
+    write_json(tmp_path / "tokenizer" / "manifest.json", manifest)
     assert "was made for another tokenizer than that of" in message(tmp_path / "tokenizer")
     shutil.copytree(cached, tmp_path / "cut")
     (tmp_path / "cut" / "train-00001.top").write_bytes(b"short")

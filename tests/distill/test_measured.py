@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.commit import commit
 from affine_attn.distill import estimate, shards, validation
 from affine_attn.distill.data import held_out
 from affine_attn.distill.environment import environment
-from affine_attn.distill.gradients import gradient_statistics
 from affine_attn.distill.metrics import JsonLines, Metrics
 from affine_attn.distill.recipes import LEARNING_RATES, recipe
 from affine_attn.distill.run import run, take_up, training_arguments
 from affine_attn.distill.sweep import grid, outcome, table
 from affine_attn.models import AffineAttnForCausalLM, preset
-from affine_attn.models.statistics import collect_statistics
+from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.provenance import commit
+from affine_attn.runs.series import gradient_statistics
 from tests.distill.test_run import teacher_of
 from tests.support.tiny_runs import VOCAB, counting_shards, metrics, tiny, trainer
 

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
-from affine_attn.commit import commit
 from affine_attn.evaluate import harness
 from affine_attn.evaluate.harness import BatchedLM
 from affine_attn.evaluate.results import TABLE_1, measured_once
 from affine_attn.evaluate.score import Pair, batch_rows, read_requests, read_scores, score, score_file
 from affine_attn.evaluate.tasks import LocalData, find_tasks, local_dataset
 from affine_attn.models import convert
+from affine_attn.runs.provenance import commit
 from tests.support.evaluation_sets import DOCUMENTS, TEXTS, small_llama, write_sets
 from tests.support.hf import stir, tiny_model
 

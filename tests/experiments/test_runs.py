@@ -25,6 +25,7 @@ from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.files import write_json
 from experiments import (
     carry_out,
     contrasts,
@@ -229,7 +230,7 @@ def test_zero_shot_answers_are_counted_as_if_the_model_were_here(recipe, data, t
     for student in group.students:
         folder = tmp_path / "runs" / group.name / student.name
         folder.mkdir(parents=True)
-        shards.write_json(folder / runs.CONFIG, runs.config(group, student))
+        write_json(folder / runs.CONFIG, runs.config(group, student))
         runs.write_model(folder, AffineAttnForCausalLM(student.config(group.recipe)), tokenizer)
     found, request = list(runs.read_runs(tmp_path / "runs")), Request(data=[str(sets)], limit=2)
     questions = tmp_path / "questions.jsonl.gz"
@@ -371,7 +372,7 @@ def test_bigram(tmp_path):
             writer.append(random.integers(most, size=25))
         parts[split] = writer.commit()
     manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
-    shards.write_json(tmp_path / shards.MANIFEST, manifest)
+    write_json(tmp_path / shards.MANIFEST, manifest)
     found = bigram(str(tmp_path), LENGTH, documents=True)
     pairs = {}
     for split in ("train", "valid"):

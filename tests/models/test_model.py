@@ -25,7 +25,7 @@ from transformers import (
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
 from affine_attn.core.spec import GATES
 from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, StreamingCache, preset
-from affine_attn.models.statistics import collect_statistics
+from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.rope import Rope
 from tests.support.hf import SIZES, left_padded, tiny_config, tiny_model

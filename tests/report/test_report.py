@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
-from affine_attn.analyze import files
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app
 from affine_attn.core.variants import variant
@@ -28,6 +27,7 @@ from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
+from affine_attn.runs.analysis import ANALYSIS, MAPS, read_analysis, write_analysis
 from tests.support.chromium import MISSING, chromium, open_page, programs, wait
 from tests.support.tiny_runs import counting_shards, metrics, tiny
 
@@ -56,9 +56,9 @@ def runs(tmp_path_factory):
         (model / "evaluation" / "arc_easy-0.json").write_text(json.dumps(task))
         folders.append(folder)
     _, analyses = analyze_all([str(folder / "model") for folder in folders], Request(data, length=16, sequences=4))
-    found = files.read(analyses[1])
+    found = read_analysis(analyses[1])
     window = found.content["map"] | {"tokens": [HOSTILE[i % len(HOSTILE)] for i in range(16)]}
-    files.write(analyses[1], dataclasses.replace(found, content=found.content | {"map": window}))
+    write_analysis(analyses[1], dataclasses.replace(found, content=found.content | {"map": window}))
     return folders
 
 
@@ -87,7 +87,7 @@ def test_tables_have_the_numbers_of_the_files(runs, page):
     assert cells(text, "arc_easy acc_norm") == ["30 ± 2 [26.08, 33.92]"] * 2
     commits = [json.loads((folder / "environment.json").read_text()).get("commit", "") for folder in runs]
     assert [cell for cell in cells(text, "commit") if cell] == [commit for commit in commits if commit]
-    scalars = [files.read(folder / "model" / "analysis").content["scalars"] for folder in runs]
+    scalars = [read_analysis(folder / "model" / "analysis").content["scalars"] for folder in runs]
     assert cells(text, "Sum of a query&#x27;s weights") == [f"{values['row_sum']:.4g}" for values in scalars]
     assert cells(text, "α, mean over tokens") == ["", f"{scalars[1]['alpha']:.4g}"]
 
@@ -241,8 +241,8 @@ def damaged(content: dict, place: str, value: object) -> dict:
 def test_a_damaged_analysis_is_named(place, value, runs, tmp_path):
     folder = tmp_path / "model" / "analysis"
     shutil.copytree(runs[1] / "model" / "analysis", folder)
-    content = json.loads((folder / files.ANALYSIS).read_text())
-    (folder / files.ANALYSIS).write_text(json.dumps(damaged(content, place, value)))
+    content = json.loads((folder / ANALYSIS).read_text())
+    (folder / ANALYSIS).write_text(json.dumps(damaged(content, place, value)))
     answer = CliRunner().invoke(app, ["report", str(tmp_path / "model"), "-o", str(tmp_path / "no.html")])
     assert answer.exit_code == 2, answer.exception
     assert answer.output.startswith(f"{folder} is damaged: analyze the model again (")
@@ -253,15 +253,15 @@ def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_p
     """A small file can unpack to any size, with or without the rest of the analysis agreeing."""
     folder = tmp_path / "analysis"
     shutil.copytree(runs[1] / "model" / "analysis", folder)
-    content = json.loads((folder / files.ANALYSIS).read_text())
+    content = json.loads((folder / ANALYSIS).read_text())
     whole = content | {"map": content["map"] | {"start": 0, "stop": 1024, "tokens": ["a"] * 1024}}
-    np.savez_compressed(folder / files.MAPS, weights=np.zeros((2, 4, 1024, 1024), np.float32))
-    assert (folder / files.MAPS).stat().st_size < 100_000
+    np.savez_compressed(folder / MAPS, weights=np.zeros((2, 4, 1024, 1024), np.float32))
+    assert (folder / MAPS).stat().st_size < 100_000
 
     def most_memory(match: str) -> int:
         tracemalloc.start()
         with pytest.raises(ValueError, match=match):
-            files.read(folder)
+            read_analysis(folder)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
@@ -271,21 +271,21 @@ def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_p
         most_memory(r"has an array \(2, 4, 1024, 1024\) of float32 where analysis.json says \(2, 4, 16, 16\)") < 1 << 20
     )
     # It is, and is larger than any analysis writes.
-    (folder / files.ANALYSIS).write_text(json.dumps(whole))
-    monkeypatch.setattr(files, "MOST_MAP_BYTES", 1 << 24)
+    (folder / ANALYSIS).write_text(json.dumps(whole))
+    monkeypatch.setattr("affine_attn.runs.analysis.MOST_MAP_BYTES", 1 << 24)
     assert most_memory(r"its maps would take 0.0 GiB") < 1 << 20
     monkeypatch.undo()
     # The report keeps the part that it shows, and unpacks map by map.
     tracemalloc.start()
-    kept = files.read(folder, 80_000).weights
+    kept = read_analysis(folder, 80_000).weights
     assert kept.shape == (2, 4, 100, 100)
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
     # The directory of a zip file may say what it wants.
-    with zipfile.ZipFile(folder / files.MAPS, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(folder / MAPS, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("weights.npy", bytes(1 << 25))
     assert most_memory("is damaged") < 1 << 20
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    monkeypatch.setattr("affine_attn.runs.analysis.MOST_BYTES", 1000)
     assert most_memory("more than 0 MiB, which no analysis has") < 1 << 20
 
 
@@ -357,7 +357,7 @@ def test_the_activations_stand_beside_the_alpha_that_they_made(runs):
     at = dict(zip(clipping["x"], zip(clipping["y"], sigmoid["y"], strict=True), strict=True))
     assert (at[-5.0], at[0.0], at[2.0]) == ((0.0, 0.0066929), (0.5, 0.5), (0.7, 0.8808))
     (own,) = shown.panels[1].traces[""]
-    content = files.read(runs[1] / "model" / "analysis").content
+    content = read_analysis(runs[1] / "model" / "analysis").content
     counts = np.array(content["histograms"]["alpha"]["counts"]).sum((0, 1))
     np.testing.assert_allclose(own["y"], counts / counts.max(), atol=1e-5)
     assert own["meta"] == 1
@@ -507,9 +507,9 @@ def test_the_picker_shows_the_map_of_its_layer_and_head(opened, runs):
     Select(opened.find_element("id", "maps-picker-1")).select_by_visible_text("2")
     for n, folder in enumerate(runs):
         wait(lambda n=n: shown(n)[1] != before[n][1])
-        expected = files.read(folder / "model" / "analysis").map(1)
+        expected = read_analysis(folder / "model" / "analysis").map(1)
         np.testing.assert_allclose(shown(n)[0], expected[2], atol=6e-5)
-        mean = files.read(folder / "model" / "analysis").map(0).mean(0)
+        mean = read_analysis(folder / "model" / "analysis").map(0).mean(0)
         np.testing.assert_allclose(before[n][0], mean, atol=6e-5)
 
 

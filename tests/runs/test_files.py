@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.distill.metrics import JsonLines
 from affine_attn.distill.shards import ShardWriter
-from affine_attn.files import temporary, written
 from affine_attn.models.remote_code import save_with_code
+from affine_attn.runs.files import temporary, written
 from tests.report.test_report import zero_shot
 from tests.support.hf import tiny_model
 
 PACKAGE = Path(__file__).parents[2] / "affine_attn"
 # The writers themselves, locks that hold nothing, files of a temporary folder, and lines that are added one by one.
 OTHERWISE = {
-    "files.py": {"open"},
+    "runs/files.py": {"open"},
     "distill/shards.py": {"open"},
     "distill/cache.py": {"open"},
     "distill/run.py": {"open"},

@@ -39,7 +39,7 @@ def models(folder: Path, *variants: str, **changes) -> list[Path]:
 
 
 def example_analyses(folder: Path, *variants: str) -> list[Path]:
-    """Folders that affine_attn.analyze.files.read takes: softmax, sink and affine if nothing else is asked for."""
+    """Folders that affine_attn.runs.analysis.read takes: softmax, sink and affine if nothing else is asked for."""
     places = models(folder, *(variants or ("softmax", "sink", "affine")))
     request = Request(text_file(folder), length=96, sequences=3, window="0:48")
     return analyze_all([str(place) for place in places], request)[1]

@@ -14,6 +14,7 @@ from affine_attn.distill.run import training_arguments
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.files import write_json
 from experiments import grid
 
 VOCAB, LENGTH = 64, 16
@@ -30,7 +31,7 @@ def counting_shards(folder: Path, seed: int = 0) -> Path:
             writer.append(np.append((start + np.arange(length)) % (VOCAB - 1) + 1, 0))
         parts[split] = writer.commit()
     manifest = {"version": shards.VERSION, "vocab_size": VOCAB, "dtype": "uint16", "shards": parts}
-    shards.write_json(folder / shards.MANIFEST, manifest)
+    write_json(folder / shards.MANIFEST, manifest)
     return folder
 
 

@@ -31,6 +31,12 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as JSON, whole or not at all, also if the machine loses power."""
+    with written(path) as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
 def settle(file: BinaryIO, path: Path) -> None:
     """Give what was written to ``path``.tmp its name, once it is on the disk."""
     file.flush()

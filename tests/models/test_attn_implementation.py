@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConf
 
 import affine_attn.models  # noqa: F401 (registers the implementation)
 from affine_attn import attention
-from affine_attn.models.interface import transformers_attention, transformers_mask
+from affine_attn.models.attn_implementation import transformers_attention, transformers_mask
 from tests.support.hf import SIZES, left_padded, tiny_model
 
 GPT_OSS = GptOssConfig(

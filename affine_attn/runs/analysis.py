@@ -44,9 +44,8 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from affine_attn.distill.shards import write_json
 from affine_attn.errors import UserError
-from affine_attn.files import written
+from affine_attn.runs.files import write_json, written
 
 VERSION = 1
 ANALYSIS, MAPS = "analysis.json", "maps.npz"
@@ -84,7 +83,7 @@ class Analysis:
         return self.weights[layers.index(layer)]
 
 
-def write(folder: Path, analysis: Analysis) -> None:
+def write_analysis(folder: Path, analysis: Analysis) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with written(folder / MAPS) as file:
         np.savez_compressed(file, weights=analysis.weights)
@@ -97,7 +96,7 @@ def map_bytes(layers: int, heads: int, tokens: int) -> int:
     return 4 * layers * heads * tokens**2
 
 
-def read(folder: Path, map_numbers: int | None = None) -> Analysis:
+def read_analysis(folder: Path, map_numbers: int | None = None) -> Analysis:
     """map_numbers: of the maps, about so many numbers are kept, their first queries and keys; None keeps all."""
     path = folder / ANALYSIS
     if not path.is_file():

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from affine_attn import AttentionLayer
-from affine_attn.models.statistics import collect_statistics
+from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.layer import observe
 from tests.support.hf import SIZES, left_padded, tiny_model

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 
-def commit(root: Path = Path(__file__).parents[1]) -> str | None:
+def commit(root: Path = Path(__file__).parents[2]) -> str | None:
     """Of the package's repository, with ``-dirty`` if files were changed.
 
     None unless the folder itself is a repository: one further up would be another project's.
