@@ -8,13 +8,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from affine_attn.analyze.run import FOLDER, Request, analyze_all
+from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.run import MODEL, TEACHER
 from affine_attn.distill.sweep import grid, outcome
 from affine_attn.errors import FileError, MissingPackage, NotFinite, UserError
 from affine_attn.report import write_report
+from affine_attn.runs.layout import ANALYSIS, MODEL, TEACHER, RunFolder
 from affine_attn.runs.series import STEPS
 
 STUDENTS = "attention=softmax,sink,affine"
@@ -53,7 +53,7 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
         runs, rows = grid(recipe, STUDENTS, output), []
         for number, (label, each) in enumerate(runs.items(), start=1):
             learns = "from the text" if each.teacher is None else "the teacher's probabilities"
-            done = ": finished before, reused" if (output / label / MODEL).exists() else ""
+            done = ": finished before, reused" if RunFolder(output / label).model.exists() else ""
             say(
                 f"{number} of {len(runs)}, {label}: {each.student}, {each.attention} attention, learns {learns}, "
                 f"{each.steps} steps of {each.global_batch * each.sequence_length:,} tokens -> {output / label}{done}"
@@ -75,8 +75,8 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
 
 def _report(students: list[Path], recipe: Recipe, page: Path) -> Path:
     """The page about the students; one that is there is made again if there is something new."""
-    trained = [student / MODEL for student in students if (student / MODEL).exists()]
-    new = [str(model) for model in trained if not (model / FOLDER).exists()]
+    trained = [model for student in students if (model := RunFolder(student).model).exists()]
+    new = [str(model) for model in trained if not (model / ANALYSIS).exists()]
     analyze_all(new, Request(Path(recipe.data), recipe.sequence_length, SEQUENCES))
     return write_report(students, page) if new or not page.exists() else page
 
@@ -94,8 +94,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _explanation(recipe: Recipe, output: Path) -> list[str]:
-    model, twice = output / "attention=affine" / MODEL, 2 * recipe.sequence_length
-    teacher = output / TEACHER / MODEL
+    model, twice = RunFolder(output / "attention=affine").model, 2 * recipe.sequence_length
+    teacher = RunFolder(output).teacher.model
     return [
         "kd loss (cross-entropy with the teacher's probabilities, which students minimise) and hard CE (with the text) "
         "are those of the last step, ppl, the perplexity, that of the held-out text.",

@@ -10,7 +10,6 @@ causal attention of the student's training and the teacher's forward, recomputat
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -27,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.bench.timing import summary
 from affine_attn.distill.estimate import PEAKS, flops_per_token, size, teacher_config
-from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
+from affine_attn.runs.layout import RunFolder
 from benchmarks import record
 
 console = Console(width=140)
@@ -154,7 +153,7 @@ def trained(recipe: Recipe, device: torch.device, data: str | None, warm_up: int
         args.save_strategy = SaveStrategy.NO
         trainer = DistillTrainer(model, args, dataset, teacher=teacher, loss=recipe.loss_spec, compile=recipe.compile)
         trainer.train()
-        lines = [json.loads(line) for line in (Path(folder) / METRICS).read_text().splitlines()]
+        lines = RunFolder(Path(folder)).metrics.rows()
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
     tokens = recipe.global_batch * recipe.sequence_length
     del trainer, model, teacher

@@ -15,11 +15,11 @@ from typing import Any
 
 from affine_attn.demo import REPORT, STUDENTS
 from affine_attn.distill.recipes import recipe
-from affine_attn.distill.run import TEACHER
 from affine_attn.distill.sweep import grid
 from affine_attn.report.page import draw_figures
 from affine_attn.report.runs import Run, read_runs
 from affine_attn.runs.files import write_text
+from affine_attn.runs.layout import TEACHER
 from benchmarks.readme import rewrite
 from tests.support.chromium import chromium, open_page
 

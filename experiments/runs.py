@@ -3,7 +3,7 @@
 config.json          group, table, student and recipe: all that decides the numbers
 environment.json     on what it was made, and by which commit
 metrics.csv.gz       a line for every step, see COLUMNS
-statistics.jsonl.gz  how the student attends while it learns, see affine_attn.distill.statistics
+statistics.jsonl.gz  how the student attends while it learns, see affine_attn.runs.series
 result.json          losses on held-out text, statistics of the gradient norms, whether and when it diverged, speed
 analysis             how the finished student attends, as affine-attn analyze has it; of some students only
 answers.json.gz      to the questions of zero_shot; of some students only
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from affine_attn.analyze.run import FOLDER as ANALYSIS
 from affine_attn.analyze.run import Request, Target, analyze
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.tokenizer import copy_files
-from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
 from affine_attn.runs.files import write_json, written
+from affine_attn.runs.layout import ANALYSIS, EVALUATION
 from affine_attn.runs.series import gradient_statistics
 from experiments.grid import Group, Student
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.tokenizer import copy_files
-from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
 from affine_attn.evaluate.score import SCORES, digest, read_requests, score, write_lines
+from affine_attn.runs.layout import EVALUATION
 from experiments.grid import Group, Student
 from experiments.runs import MODEL, Run, write_gzip
 

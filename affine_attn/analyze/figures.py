@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from affine_attn.analyze.style import lines, new_figure, plain, style, token_labels
-from affine_attn.analyze.training import LATE, Run, gradient_table, running_mean, runs_of
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.errors import UserError
 from affine_attn.runs.analysis import Analysis
 from affine_attn.runs.files import write_text, written
+from affine_attn.runs.series import LATE, Run, gradient_table, running_mean, runs_of
 
 ENTROPIES = {
     "entropy": "of p, before α and β",

@@ -1,12 +1,10 @@
 """``affine-attn analyze``: models side by side on the same data, their files and their figures."""
 
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -15,19 +13,18 @@ from affine_attn.analyze.measure import measure
 from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import VARIANTS
-from affine_attn.distill.metrics import METRICS
-from affine_attn.distill.run import MODEL
 from affine_attn.distill.shards import TOKENIZER
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
-from affine_attn.evaluate.results import Subject, provenance, require_writable
+from affine_attn.evaluate.results import Subject, require_writable
 from affine_attn.models.convert import convert, load
 from affine_attn.models.generate import tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.presets import at_length
 from affine_attn.runs.analysis import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write_analysis
+from affine_attn.runs.layout import ANALYSIS, beside, model_and_run
+from affine_attn.runs.provenance import device_name, provenance
 
-FOLDER = "analysis"
 # Queries and keys of the maps, where none are asked for.
 WINDOW = 64
 
@@ -65,17 +62,12 @@ def targets(models: Sequence[str]) -> list[Target]:
     """Folders of models or of runs, or hub ids, under names of which no two are the same."""
     found: list[Target] = []
     for model in models:
-        place = Path(model)
-        run = None
-        if (place / MODEL / "config.json").exists():
-            place, run = place / MODEL, place
-        elif place.name == MODEL and (place.parent / METRICS).exists():
-            run = place.parent
-        name = (run or place).resolve().name if place.exists() else place.name
+        place, run = model_and_run(model)
+        name = (run.path if run else place).resolve().name if place.exists() else place.name
         taken = {target.name for target in found}
         number = next(n for n in range(1, len(taken) + 2) if (f"{name}-{n}" if n > 1 else name) not in taken)
         unique = f"{name}-{number}" if number > 1 else name
-        found.append(Target(unique, str(place) if place.exists() else model, run))
+        found.append(Target(unique, str(place) if place.exists() else model, run.path if run else None))
     return found
 
 
@@ -119,7 +111,7 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
         "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
+        "device": device_name(model.device),
     }
     data = {
         "path": str(request.data),
@@ -151,7 +143,7 @@ def analyze_all(
 ) -> tuple[list[Analysis], list[Path]]:
     """The analyses of all models and the folders they were written to, each as soon as it was done."""
     chosen = targets(models)
-    folders = [output / target.name if output else _beside(target) for target in chosen]
+    folders = [output / target.name if output else beside(target.path, ANALYSIS) for target in chosen]
     for folder in folders:
         require_writable(folder)
     analyses = []
@@ -159,11 +151,6 @@ def analyze_all(
         analyses.append(analyze(target, request, device, dtype))
         write_analysis(folder, analyses[-1])
     return analyses, folders
-
-
-def _beside(target: Target) -> Path:
-    place = Path(target.path)
-    return place / FOLDER if place.is_dir() else Path(FOLDER) / target.path.replace("/", "--")
 
 
 def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
@@ -203,7 +190,7 @@ def table(analyses: Sequence[Analysis]) -> Table:
 
 def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:
     """Figures of one model lie beside its files, those of several in a folder of their own."""
-    return (output or (folders[0] if len(folders) == 1 else Path(FOLDER))) / "figures"
+    return (output or (folders[0] if len(folders) == 1 else Path(ANALYSIS))) / "figures"
 
 
 def summary(analyses: Sequence[Analysis], folders: Sequence[Path], figures: Sequence[Path]) -> dict[str, Any]:

@@ -7,15 +7,12 @@ log-sum-exp of all logits (fp32), little endian. Logits as the teacher computed 
 log-probabilities (logit - log-sum-exp, see ``Largest``) would take fp32 to be exact.
 """
 
-import fcntl
 import math
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +28,8 @@ from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, large
 from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import NotFinite, UserError
 from affine_attn.models.convert import load, usable_device
-from affine_attn.runs.files import errors_naming, settle, temporary, write_json
+from affine_attn.runs.files import errors_naming, settle, write_json
+from affine_attn.runs.locks import alone_in, claimed
 
 COMMAND = "cache-teacher"
 # The fields of an item that CachedShards adds to those of TokenShards.
@@ -146,7 +144,7 @@ def cache_teacher(
     settings = {"teacher_sha256": fingerprint(network), **plan.settings()}
     out = plan.out
     out.mkdir(parents=True, exist_ok=True)
-    with shards.alone_in(out, wait=True):
+    with alone_in(out, wait=True):
         if (out / shards.MANIFEST).exists():
             manifest = shards.read_json(out / shards.MANIFEST)
             shards.require_same(manifest["settings"], settings, out)
@@ -158,7 +156,7 @@ def cache_teacher(
         left = sum(stop - start for *_, start, stop in missing) * plan.sequence_length
         task = progress.add_task("", total=plan.tokens, completed=plan.tokens - left, tokens=0)
         for name, data, start, stop in missing:
-            with errors_naming(out / name), _claimed(out / name) as file:
+            with errors_naming(out / name), claimed(out / name) as file:
                 if file is None:
                     progress.advance(task, (stop - start) * plan.sequence_length)
                     continue
@@ -176,7 +174,7 @@ def cache_teacher(
         "bytes_per_token": plan.record.itemsize,
         "sequences": {split: len(data) for split, data in plan.splits()},
     }
-    with shards.alone_in(out, wait=True):
+    with alone_in(out, wait=True):
         if not all((out / name).exists() for name, *_ in plan.pieces()):
             return None
         write_json(out / shards.MANIFEST, manifest)
@@ -197,28 +195,6 @@ def _begin(out: Path, settings: dict[str, Any], plan: CachePlan) -> None:
         )
     if not (out / shards.PROGRESS).exists():
         write_json(out / shards.PROGRESS, {"version": shards.VERSION, "settings": settings})
-
-
-@contextmanager
-def _claimed(path: Path) -> Iterator[BinaryIO | None]:
-    """The temporary file of ``path``, empty; None if another process has it or has completed it.
-
-    The lock is the kernel's, so a killed process leaves none behind. Nothing is cut before it is held: the file that
-    was opened may by then be the complete one, under its new name.
-    """
-    with open(os.open(temporary(path), os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-            return
-        if path.exists():
-            # A file of the temporary name was made anew after the other process had renamed its own.
-            temporary(path).unlink(missing_ok=True)
-            yield None
-            return
-        file.truncate()
-        yield file
 
 
 def _records(teacher: PreTrainedModel, data: TokenShards, sequences: range, plan: CachePlan) -> np.ndarray:

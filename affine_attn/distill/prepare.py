@@ -29,6 +29,7 @@ from affine_attn.distill.tokenizer import (
 )
 from affine_attn.errors import UserError
 from affine_attn.runs.files import write_json
+from affine_attn.runs.locks import alone_in
 
 # Text enough for the tokenizer's threads, little enough to hold.
 BATCH_CHARACTERS = 1 << 20
@@ -94,7 +95,7 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     out.mkdir(parents=True, exist_ok=True)
-    with shards.alone_in(out):
+    with alone_in(out):
         if (out / shards.MANIFEST).exists():
             manifest = _same(shards.read_json(out / shards.MANIFEST), settings, out)
             if not _ended_before(max_tokens, manifest, out):

@@ -1,18 +1,10 @@
-"""``affine-attn distill``: a recipe carried out in a folder.
-
-The folder holds ``recipe.json``, ``environment.json``, ``metrics.jsonl`` and ``statistics.jsonl`` (the modules of these
-names say what is in them), the checkpoints, each with a ``run.json`` that tells its run from others, and, at the end,
-``result.json`` and ``model``: the student with the tokenizer of its data, as ``from_pretrained`` reads it. A teacher
-that is trained first has such a folder inside, ``teacher``. The empty ``.lock`` keeps other runs out.
-"""
+"""``affine-attn distill``: a recipe carried out in a folder, whose files are those of ``runs.layout.RunFolder``."""
 
 import dataclasses
-import fcntl
 import importlib.util
 import logging
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,29 +15,27 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from affine_attn.distill.data import held_out, sequences
-from affine_attn.distill.environment import ENVIRONMENT, environment
-from affine_attn.distill.metrics import METRICS
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.result import RESULT, result
 from affine_attn.distill.shards import fingerprint
-from affine_attn.distill.statistics import SEQUENCES, STATISTICS, Statistics
+from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.tokenizer import copy_files, require_regular_files, require_same_tokens
-from affine_attn.distill.trainer import IDENTITY, DistillTrainer, all_or_nothing
+from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
-from affine_attn.models.convert import MODEL, load
+from affine_attn.models.convert import load
 from affine_attn.models.presets import at_length
 from affine_attn.runs.files import read_object, write_json
+from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder
+from affine_attn.runs.locks import alone_in_run
+from affine_attn.runs.provenance import environment
+from affine_attn.runs.series import result
 
-RECIPE, TEACHER, LOCK = "recipe.json", "teacher", ".lock"
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {
     "micro_batch", "gradient_checkpointing", "compile", "workers", "save_steps", "keep_checkpoints",
     "valid_steps", "statistics_steps", "report_to",
 }  # fmt: skip
-# What a run writes after its recipe.
-_OF_A_RUN = ("checkpoint-*", MODEL, METRICS, STATISTICS, RESULT)
 
 
 class Terminated(Exception):
@@ -58,10 +48,11 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
     resume: go on with what the folder holds. False refuses a folder in which a run was begun; None takes any.
     """
     output = Path(output)
+    folder = RunFolder(output)
     args = training_arguments(recipe, output)
     # A finished run stays as it is. What else the folder holds counts once it is locked: another process may be at it.
-    if _is_finished(recipe, output, resume):
-        return output / MODEL
+    if _is_finished(recipe, folder, resume):
+        return folder.model
     dataset, config = sequences(recipe), recipe.student_config
     require_regular_files(dataset.tokenizer)
     needed = dataset.manifest["vocab_size"]
@@ -72,7 +63,7 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
         )
     if recipe.shared_vocab is not None and needed > recipe.shared_vocab:
         raise UserError(f"{has} shared_vocab={recipe.shared_vocab} leaves some of them out: give at least {needed}")
-    teacher = _teacher(recipe, output)
+    teacher = _teacher(recipe, folder)
     if teacher is not None and needed > (known := teacher.config.get_text_config().vocab_size):
         raise UserError(f"{has} teacher={recipe.teacher} knows {known}: it was made for another tokenizer")
     _require_target(recipe, config.vocab_size, teacher)
@@ -97,36 +88,36 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
     if recipe.statistics_steps:
         looked_at: Any = dataset if valid is None else valid
         few = [looked_at[i] for i in range(min(SEQUENCES, len(looked_at)))]
-        trainer.add_callback(Statistics(output, recipe.statistics_steps, few, trainer.metrics))
-    with _alone_in(output) if args.should_save else nullcontext():
+        trainer.add_callback(Statistics(folder, recipe.statistics_steps, few, trainer.metrics))
+    with alone_in_run(folder) if args.should_save else nullcontext():
         trainer.accelerator.wait_for_everyone()
-        if _is_finished(recipe, output, resume):
-            return output / MODEL
+        if _is_finished(recipe, folder, resume):
+            return folder.model
         checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None
         if checkpoint:
             _require_own(checkpoint, identity)
-        if (resume or (output / RECIPE).exists()) and args.should_save:
+        if (resume or folder.recipe.exists()) and args.should_save:
             found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
             logging.getLogger(__name__).warning("--resume: %s", found)
         # All ranks look before the first one writes.
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
-            write_json(output / RECIPE, dataclasses.asdict(recipe))
-            write_json(output / ENVIRONMENT, environment(args) | {"data_sha256": tokens})
+            write_json(folder.recipe, dataclasses.asdict(recipe))
+            write_json(folder.environment, environment(args) | {"data_sha256": tokens})
         with _on_sigterm(trainer.stop):
             trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.state.global_step < recipe.steps:
             raise Terminated(f"stopped by SIGTERM: {get_last_checkpoint(str(output))} is complete, go on with --resume")
-        unfinished = output / f"{MODEL}.tmp"
-        with all_or_nothing(unfinished, str(output / MODEL)):
+        unfinished = folder.unfinished_model
+        with all_or_nothing(unfinished, str(folder.model)):
             trainer.save_model(str(unfinished))
             if args.should_save:
                 copy_files(dataset.tokenizer, unfinished)
         if args.should_save:
-            write_json(output / RESULT, result(output))
-            unfinished.replace(output / MODEL)
+            write_json(folder.result, result(folder))
+            unfinished.replace(folder.model)
         trainer.accelerator.wait_for_everyone()
-    return output / MODEL
+    return folder.model
 
 
 def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:
@@ -147,26 +138,6 @@ def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | Non
 def take_up(recipe: Recipe, output: Path) -> Path:
     """``run``, with what an earlier call has finished or begun."""
     return run(recipe, output, resume=None)
-
-
-@contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    """Two runs in one folder would mix their lines and checkpoints.
-
-    The lock is of this process alone, unlike one of flock: workers that outlive a killed run do not hold it.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / LOCK).open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise UserError(f"another process is training in {output}: let it end, or give a new folder") from error
-        except OSError as error:
-            # Some file systems of clusters have no locks: no reason not to train there.
-            warnings.warn(
-                f"{output} cannot be locked ({error}): see to it that nothing else trains there", stacklevel=2
-            )
-        yield
 
 
 @contextmanager
@@ -233,17 +204,19 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _FREE}
 
 
-def _is_finished(recipe: Recipe, output: Path, resume: bool | None) -> bool:
+def _is_finished(recipe: Recipe, folder: RunFolder, resume: bool | None) -> bool:
     """Return True if the folder has this run's model. A folder of another run is refused, or of nobody knows which."""
-    if not (output / RECIPE).exists():
-        if found := next((path for pattern in _OF_A_RUN for path in sorted(output.glob(pattern))), None):
-            raise UserError(f"{output} holds {found.name}, but no {RECIPE} that says of which run: give a new folder")
+    if not folder.recipe.exists():
+        if found := next(folder.after_recipe(), None):
+            raise UserError(
+                f"{folder.path} holds {found.name}, but no {RECIPE} that says of which run: give a new folder"
+            )
         return False
     if resume is False:
-        raise UserError(f"{output} holds a run: give --resume to go on with it, or a new folder")
-    if differs := _difference(read_object(output / RECIPE, "student"), _decisive(recipe)):
-        raise UserError(f"{output} was begun with {differs}; give the same")
-    return (output / MODEL).exists()
+        raise UserError(f"{folder.path} holds a run: give --resume to go on with it, or a new folder")
+    if differs := _difference(read_object(folder.recipe, "student"), _decisive(recipe)):
+        raise UserError(f"{folder.path} was begun with {differs}; give the same")
+    return folder.model.exists()
 
 
 def _require_own(checkpoint: str, identity: dict[str, Any]) -> None:
@@ -292,12 +265,12 @@ def _student(recipe: Recipe) -> AffineAttnForCausalLM:
     return model
 
 
-def _teacher(recipe: Recipe, output: Path) -> PreTrainedModel | None:
+def _teacher(recipe: Recipe, folder: RunFolder) -> PreTrainedModel | None:
     if recipe.teacher is None or recipe.teacher_cache:
         return None
     dtype = getattr(torch, recipe.dtype)
     if trained := recipe.teacher_recipe:
-        return load(take_up(trained, output / TEACHER), dtype=dtype)
+        return load(take_up(trained, folder.teacher.path), dtype=dtype)
     if recipe.teacher in PRESETS:
         set_seed(recipe.seed)
         config = preset(recipe.teacher, "softmax", vocab_size=recipe.student_config.vocab_size)

@@ -5,12 +5,8 @@ endian), ``<split>-<number>.idx`` (where each document starts in it, int64), ``m
 tokenizer.
 """
 
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,19 +56,6 @@ def read_manifest(folder: str | Path, command: str = "prepare") -> dict[str, Any
     if (folder / PROGRESS).exists():
         raise UserError(f"{folder} is not complete: run affine-attn {command} again, it will go on")
     raise UserError(f"{folder} has no {MANIFEST}: make it with affine-attn {command}")
-
-
-@contextmanager
-def alone_in(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Two runs in one folder would mix their bytes. The lock is the kernel's, so a killed run leaves none behind."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    except BlockingIOError as error:
-        raise UserError(f"another process is preparing {folder}") from error
-    finally:
-        os.close(handle)
 
 
 def fingerprint(folder: Path, manifest: dict[str, Any]) -> str:

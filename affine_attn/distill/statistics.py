@@ -1,24 +1,16 @@
-"""``statistics.jsonl``: how the student attends as it learns, on a few sequences that stay the same.
-
-One line after every ``statistics_steps`` optimizer steps, and one before the first. ``step`` counts the steps done. All
-else is a list over layers of lists over heads: ``entropy``, ``first_token``, ``row_sum`` and ``sink_mass``, means over
-queries; ``mean_logit`` and ``max_logit`` over visible pairs; for affine attention also ``alpha``, its mean over tokens,
-``alpha_saturated``, the share of them with alpha at an end of its range, and ``alpha_ma``. A layer without alpha has
-null there. ``AttentionStats`` has the definitions.
-"""
+"""How the student attends as it learns, for ``statistics.jsonl`` (``runs.series`` says what a line holds)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import TrainerCallback
 
 from affine_attn.distill.losses import LossSpec
-from affine_attn.distill.metrics import JsonLines, Metrics
+from affine_attn.distill.metrics import Metrics
 from affine_attn.models.collect import LayerStatistics, collect_statistics
+from affine_attn.runs.layout import RunFolder
 
-STATISTICS = "statistics.jsonl"
 SEQUENCES = 4
 _PER_HEAD = ("entropy", "first_token", "row_sum", "sink_mass", "mean_logit", "max_logit")
 _OF_ALPHA = ("alpha", "alpha_saturated", "alpha_ma")
@@ -31,8 +23,8 @@ class Statistics(TrainerCallback):
     ranks do it, because under FSDP a forward takes all of them.
     """
 
-    def __init__(self, folder: Path, every: int, sequences: Sequence[dict[str, Tensor]], metrics: Metrics):
-        self.file, self.every, self.metrics = JsonLines(folder / STATISTICS), every, metrics
+    def __init__(self, folder: RunFolder, every: int, sequences: Sequence[dict[str, Tensor]], metrics: Metrics):
+        self.file, self.every, self.metrics = folder.statistics, every, metrics
         self.sequences = sequences
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:

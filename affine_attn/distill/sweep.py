@@ -7,10 +7,10 @@ from typing import Any
 
 from affine_attn.distill import estimate
 from affine_attn.distill.recipes import LEARNING_RATES, Recipe
-from affine_attn.distill.result import RESULT
-from affine_attn.distill.run import MODEL, TEACHER, take_up
+from affine_attn.distill.run import take_up
 from affine_attn.errors import UserError
 from affine_attn.runs.files import read_object
+from affine_attn.runs.layout import TEACHER, RunFolder
 
 # Columns of the table, as result.json has them.
 _LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
@@ -39,7 +39,7 @@ def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
     teacher = recipe.teacher_recipe
     if teacher is None or any(_kind(student.teacher_recipe) != _kind(teacher) for student in students.values()):
         return students
-    folder = str(output / TEACHER / MODEL)
+    folder = str(RunFolder(output).teacher.model)
     return {TEACHER: teacher} | {
         label: dataclasses.replace(student, teacher=folder) for label, student in students.items()
     }
@@ -72,7 +72,7 @@ def outcome(label: str, recipe: Recipe, output: Path) -> dict[str, Any]:
         if label == TEACHER:
             raise
         return {"run": label, "stopped": str(error)}
-    found = read_object(output / label / RESULT, "gradients")
+    found = read_object(RunFolder(output / label).result, "gradients")
     gradients = {f"grad {key}": found["gradients"][key] for key in _GRADIENTS}
     return {"run": label, **{key: found[key] for key in _LOSSES if key in found}, **gradients}
 

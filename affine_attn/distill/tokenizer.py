@@ -41,7 +41,7 @@ def find_tokenizer(name: str) -> Path:
         raise UserError(f"{name} is neither a tokenizer.json nor a folder with one")
     from transformers.utils.hub import cached_file
 
-    from affine_attn.models.convert import named_place
+    from affine_attn.runs.places import named_place
 
     with named_place(name):
         found = [

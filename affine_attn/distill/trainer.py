@@ -33,10 +33,8 @@ from affine_attn.models.modeling import not_finite_average
 from affine_attn.nn.alpha import track_alpha
 from affine_attn.nn.layer import head_parameters
 from affine_attn.runs.files import write_json
+from affine_attn.runs.layout import IDENTITY, RunFolder
 
-_UNFINISHED = "checkpoint.tmp"
-# In a checkpoint: of which run it is.
-IDENTITY = "run.json"
 # FSDP2 in bf16. accelerate's own policy would also round what the forward takes and gives, which are cached targets and
 # the loss that is logged, and sum gradients over ranks in bf16, where DDP does in fp32.
 SHARDED_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -92,7 +90,7 @@ class DistillTrainer(Trainer):
         # What is divided by the tokens of all micro-batches must not be divided by their number too.
         self.model_accepts_loss_kwargs = True
         self.loss_spec, self.shared, self.top_k, self.identity = loss, shared, top_k, identity
-        self._folder = Path(args.output_dir or ".")
+        self._folder = RunFolder(Path(args.output_dir or "."))
         self.teacher = None if teacher is None else frozen(teacher, args.device)
         if compile:
             compile_layers(model)
@@ -130,11 +128,11 @@ class DistillTrainer(Trainer):
     def train(self, *args: Any, **others: Any) -> Any:
         if self.args.should_save:
             # What a killed run left.
-            shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
+            shutil.rmtree(self._folder.unfinished_checkpoint, ignore_errors=True)
         try:
             return super().train(*args, **others)
         except (OSError, NotFinite) as error:
-            last = get_last_checkpoint(str(self._folder)) if self._folder.is_dir() else None
+            last = get_last_checkpoint(str(self._folder.path)) if self._folder.path.is_dir() else None
             good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             raise (FileError if isinstance(error, OSError) else NotFinite)(f"{error}; {good}") from error
         finally:
@@ -257,7 +255,8 @@ class DistillTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written, and later deleted, under another name: a checkpoint that can be seen can be loaded."""
-        folder, unfinished, name = self._folder, self._folder / _UNFINISHED, f"checkpoint-{self.state.global_step}"
+        folder, unfinished = self._folder.path, self._folder.unfinished_checkpoint
+        name = f"checkpoint-{self.state.global_step}"
         # Trainer asks this for the folder in which it makes checkpoint-<step>.
         self._get_output_dir = lambda trial: str(unfinished)
         try:

@@ -1,28 +1,26 @@
 """What is measured about what: files that a later call takes up, and the tables people read."""
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.errors import UserError
-from affine_attn.models.convert import load, read_config, require_place, usable_device
+from affine_attn.models.convert import load, read_config, usable_device
 from affine_attn.models.generate import tokenizer_of
 from affine_attn.runs.files import read_object, sha256, write_json
-from affine_attn.runs.provenance import commit
+from affine_attn.runs.layout import EVALUATION, beside
+from affine_attn.runs.places import require_place
+from affine_attn.runs.provenance import device_name, provenance
 
-FOLDER = "evaluation"
 DTYPES = ("float32", "bfloat16", "float16")
 # Files of a model folder that decide what it computes.
 _DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
@@ -91,21 +89,19 @@ class Subject:
 
     def about(self) -> dict[str, Any]:
         """For a result that was computed with the model: what it is, and where it ran."""
-        on_gpu = self.device.type == "cuda"
         return {
             "path": self.path,
             **self.identity,
             "model_type": self.config.model_type,
             "attention": self.config.to_dict().get("attention"),
             "parameters": self.model.num_parameters(),
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.machine(),
+            "device": device_name(self.device),
         }
 
     @property
     def folder(self) -> Path:
         """Where results go by default: beside the weights, or under a name made of a hub id."""
-        place = Path(self.path)
-        return place / FOLDER if place.is_dir() else Path(FOLDER) / self.path.replace("/", "--")
+        return beside(self.path, EVALUATION)
 
 
 def measured_once(
@@ -135,17 +131,6 @@ def require_writable(folder: Path) -> None:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
-
-
-def provenance() -> dict[str, Any]:
-    """Versions, and the commit of this package where it runs from a checkout."""
-    versions = {}
-    for package in ("affine-attn", "torch", "transformers", "lm-eval"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {"versions": versions, "commit": commit()}
 
 
 def accuracy(result: dict[str, Any]) -> dict[str, float | None]:

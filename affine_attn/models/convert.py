@@ -1,7 +1,6 @@
 """Llama, Mistral, Qwen2 and Qwen3 checkpoints to AffineAttn models with a chosen attention, and back."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -25,13 +23,13 @@ from transformers import (
 )
 
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.errors import MissingPackage, UserError, first_line
+from affine_attn.errors import UserError, first_line
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.runs.files import read_object
+from affine_attn.runs.places import named_place, require_place
 
-MODEL = "model"  # where the folder of a run has its model
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")
 # Fields that mean the same in all of them.
 _SHARED = [
@@ -153,40 +151,6 @@ def read_config(path: str | Path, **options: Any) -> PreTrainedConfig:
     if config is None:
         raise UserError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
     return config
-
-
-def require_place(path: str | Path) -> None:
-    """A path that cannot be a hub id (owner/name) must exist; transformers would call it a malformed id. And what is
-    wanted is a model, not the run that made it."""
-    text = str(path)
-    if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
-        raise UserError(f"there is no folder {path}")
-    inside = Path(path) / MODEL
-    if (inside / "config.json").exists() and not (Path(path) / "config.json").exists():
-        raise UserError(f"{path} is the folder of a run: its model is {inside}")
-
-
-@contextmanager
-def named_place(path: str | Path) -> Iterator[None]:
-    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name.
-    And what is wrong in a folder is said as of that folder."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as error:  # of what a quantised checkpoint needs, say
-        raise MissingPackage(f"{path} cannot be loaded: {first_line(error)}") from error
-    except SafetensorError as error:
-        raise UserError(f"{path} holds a damaged safetensors file: {error}") from error
-    except StrictDataclassError as error:
-        raise UserError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
-    except OSError as error:
-        if Path(path).exists():
-            raise UserError(first_line(error)) from error
-        raise UserError(f"{path} is no folder here, nor read from the hub: {first_line(error)}") from error
-    # What transformers and torch raise for a checkpoint of other sizes, or of such that no model can have.
-    except (ValueError, LookupError, RuntimeError, AssertionError, ArithmeticError) as error:
-        raise UserError(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
 def usable_device(name: str | None = None) -> torch.device:

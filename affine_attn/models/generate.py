@@ -9,10 +9,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, s
 
 from affine_attn.errors import UserError, first_line
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, load, named_place, read_config, stage_keys, usable_device
+from affine_attn.models.convert import convert, export, load, read_config, stage_keys, usable_device
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.models.streaming import StreamingCache
+from affine_attn.runs.places import named_place
 
 
 def convert_folder(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from affine_attn.analyze.training import LATE, running_mean
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.report.runs import MAP_NUMBERS, Run, about, measured
+from affine_attn.runs.series import LATE, running_mean
 
 # Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")

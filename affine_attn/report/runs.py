@@ -7,26 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affine_attn.analyze import training
-from affine_attn.analyze.run import FOLDER as ANALYSIS
-from affine_attn.distill.environment import ENVIRONMENT
-from affine_attn.distill.metrics import METRICS, JsonLines
-from affine_attn.distill.result import RESULT, result
-from affine_attn.distill.run import MODEL, RECIPE
-from affine_attn.distill.statistics import STATISTICS
 from affine_attn.errors import UserError
-from affine_attn.evaluate.results import FOLDER as EVALUATION
 from affine_attn.evaluate.results import TABLE_1, accuracy
-from affine_attn.runs.analysis import ANALYSIS as ANALYSIS_FILE
-from affine_attn.runs.analysis import Analysis, is_count, is_number, read_analysis
-from affine_attn.runs.files import read_object
+from affine_attn.runs import series
+from affine_attn.runs.analysis import Analysis, has_analysis, is_count, is_number, read_analysis
+from affine_attn.runs.files import JsonLines, read_object
+from affine_attn.runs.layout import ANALYSIS, EVALUATION, METRICS, RECIPE, RunFolder
 
 # Weights that all maps of a page may have together: about 2 MB of it.
 MAP_NUMBERS = 1_500_000
 
 
 @dataclass(frozen=True)
-class Run(training.Run):
+class Run(series.Run):
     """A run of ``affine-attn distill``; or a model from elsewhere, which has neither recipe nor metrics."""
 
     folder: Path
@@ -39,7 +32,7 @@ class Run(training.Run):
 
     @property
     def model(self) -> Path:
-        return self.folder / MODEL if self.recipe else self.folder
+        return RunFolder(self.folder).model if self.recipe else self.folder
 
     @property
     def zero_shot(self) -> dict[str, dict[str, Any]]:
@@ -69,32 +62,33 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    trained = (folder / RECIPE).is_file()
-    model = folder / MODEL if trained else folder
+    run = RunFolder(folder)
+    trained = run.recipe.is_file()
+    model = run.model if trained else folder
     evaluations = [_evaluation(path) for path in sorted((model / EVALUATION).glob("*.json"))]
-    analysis = read_analysis(model / ANALYSIS, MAP_NUMBERS) if (model / ANALYSIS / ANALYSIS_FILE).is_file() else None
+    analysis = read_analysis(model / ANALYSIS, MAP_NUMBERS) if has_analysis(model / ANALYSIS) else None
     if not trained and not evaluations and analysis is None:
         raise UserError(
             f"{folder} is no run of affine-attn distill (it has no {RECIPE}), "
             "and no model that affine-attn eval or analyze has results of"
         )
-    metrics = _rows(folder / METRICS, "loss", "grad_norm") if trained else []
+    metrics = _rows(run.metrics, "loss", "grad_norm") if trained else []
     if trained and not metrics:
         raise UserError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
-    recipe = read_object(folder / RECIPE) if trained else {}
+    recipe = read_object(run.recipe) if trained else {}
     for field, kind in (("attention", str), ("steps", int), ("global_batch", int), ("sequence_length", int)):
         if trained and not isinstance(recipe.get(field), kind):
-            raise UserError(f"{folder / RECIPE} is damaged: {field} is {recipe.get(field)!r:.60}")
+            raise UserError(f"{run.recipe} is damaged: {field} is {recipe.get(field)!r:.60}")
     return Run(
         name=name,
         variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
         folder=folder,
         recipe=recipe,
-        environment=read_object(folder / ENVIRONMENT) if trained else {},
+        environment=read_object(run.environment) if trained else {},
         metrics=metrics,
-        statistics=_rows(folder / STATISTICS) if trained else [],
-        result=result(folder) if trained else {},
-        finished=not trained or (folder / RESULT).is_file(),
+        statistics=_rows(run.statistics) if trained else [],
+        result=series.result(run) if trained else {},
+        finished=not trained or run.result.is_file(),
         evaluations=evaluations,
         analysis=analysis,
     )
@@ -139,14 +133,14 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return result
 
 
-def _rows(path: Path, *needed: str) -> list[dict[str, Any]]:
+def _rows(lines: JsonLines, *needed: str) -> list[dict[str, Any]]:
     """Lines of a run: nothing but numbers, in lists over layers and heads too. ``needed``: what every line has."""
-    rows = JsonLines(path).rows()
+    rows = lines.rows()
     for number, row in enumerate(rows, start=1):
         wrong = [name for name, value in row.items() if not _all_numbers(value)]
         wrong += [name for name in ("step", *needed) if not is_number(row.get(name))]
         if wrong:
-            raise UserError(f"{path}, line {number}, is damaged: {wrong[0]} is {row.get(wrong[0])!r:.60}")
+            raise UserError(f"{lines.path}, line {number}, is damaged: {wrong[0]} is {row.get(wrong[0])!r:.60}")
     return rows
 
 

@@ -48,7 +48,7 @@ from affine_attn.errors import UserError
 from affine_attn.runs.files import write_json, written
 
 VERSION = 1
-ANALYSIS, MAPS = "analysis.json", "maps.npz"
+FILE, MAPS = "analysis.json", "maps.npz"
 # What is read at most, and of maps also written: those of 16,384 heads with 64 tokens take a quarter of it.
 MOST_MAP_BYTES = 1 << 30
 MOST_BYTES = 1 << 26
@@ -88,7 +88,7 @@ def write_analysis(folder: Path, analysis: Analysis) -> None:
     with written(folder / MAPS) as file:
         np.savez_compressed(file, weights=analysis.weights)
     # Last: where it is, the other one is.
-    write_json(folder / ANALYSIS, analysis.content)
+    write_json(folder / FILE, analysis.content)
 
 
 def map_bytes(layers: int, heads: int, tokens: int) -> int:
@@ -96,11 +96,15 @@ def map_bytes(layers: int, heads: int, tokens: int) -> int:
     return 4 * layers * heads * tokens**2
 
 
+def has_analysis(folder: Path) -> bool:
+    return (folder / FILE).is_file()
+
+
 def read_analysis(folder: Path, map_numbers: int | None = None) -> Analysis:
     """map_numbers: of the maps, about so many numbers are kept, their first queries and keys; None keeps all."""
-    path = folder / ANALYSIS
+    path = folder / FILE
     if not path.is_file():
-        raise UserError(f"{folder} has no {ANALYSIS}: make it with affine-attn analyze")
+        raise UserError(f"{folder} has no {FILE}: make it with affine-attn analyze")
     if path.stat().st_size > MOST_BYTES:
         raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB, which no analysis has: analyze the model again")
     try:
@@ -134,7 +138,7 @@ def _read_maps(path: Path, content: dict[str, Any], map_numbers: int | None) -> 
         found = np.lib.format.read_array_header_1_0(file)
         expected = ((layers, heads, tokens, tokens), False, np.dtype("<f4"))
         if found != expected or archive.getinfo("weights.npy").file_size != file.tell() + size:
-            raise UserError(f"{MAPS} has an array {found[0]} of {found[2]} where {ANALYSIS} says {expected[0]}")
+            raise UserError(f"{MAPS} has an array {found[0]} of {found[2]} where {FILE} says {expected[0]}")
         maps = np.empty((layers, heads, kept, kept), np.float32)
         for weights in maps.reshape(-1, kept, kept):
             block = np.frombuffer(file.read(4 * tokens**2), np.float32).reshape(tokens, tokens)

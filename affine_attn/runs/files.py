@@ -79,3 +79,35 @@ def read_object(path: Path, *needed: str) -> dict[str, Any]:
     if missing := [name for name in needed if name not in content]:
         raise UserError(f"{path} is damaged: it has no {missing[0]!r}")
     return content
+
+
+class JsonLines:
+    """A file of JSON objects, one per line and each with its step."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        written = self.path.read_bytes() if self.path.exists() else b""
+        # A line without an end was cut when its process was killed.
+        lines = written[: written.rfind(b"\n") + 1].splitlines()
+        return [self._row(number, line) for number, line in enumerate(lines, start=1)]
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"{self.path}, line {number}, is damaged: remove it") from error
+        return row
+
+    def cut(self, step: int) -> None:
+        """Drop what is later than the checkpoint of this step, which is about to be done again. At step 0 there is no
+        checkpoint, and nothing stays."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [json.dumps(row) + "\n" for row in self.rows() if 0 < step >= row["step"]]
+        write_text(self.path, "".join(kept))
+
+    def append(self, row: dict[str, Any]) -> None:
+        with errors_naming(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

@@ -1,7 +1,15 @@
-"""The commit of the code that runs, as the files of its results name it."""
+"""Where a result came from: the commit and the versions of the code, the device, and ``environment.json`` of a run."""
 
+import importlib.metadata
+import platform
 import subprocess
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
@@ -16,4 +24,40 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         # No git on this machine, or a folder that it does not trust.
+        return None
+
+
+def device_name(device: "torch.device") -> str:
+    """Of a GPU its product name, of a CPU the kind of machine."""
+    on_gpu = device.type == "cuda"
+    return import_module("torch").cuda.get_device_name(device) if on_gpu else platform.machine()
+
+
+def provenance() -> dict[str, Any]:
+    """Of an evaluation or an analysis: versions, and the commit of this package where it runs from a checkout."""
+    packages = ("affine-attn", "torch", "transformers", "lm-eval")
+    return {"versions": {package: _installed(package) for package in packages}, "commit": commit()}
+
+
+def environment(args: "TrainingArguments") -> dict[str, Any]:
+    """Of a run: on what it was made, and by which code. An installed package has its version alone, a checkout its
+    commit too."""
+    version, checkout = _installed("affine-attn"), commit()
+    return {
+        **({"affine_attn": version} if version else {}),
+        **({"commit": checkout} if checkout else {}),
+        **{name: import_module(name).__version__ for name in ("torch", "transformers", "accelerate")},
+        "python": platform.python_version(),
+        "device": device_name(args.device),
+        **({"cuda": import_module("torch").version.cuda} if args.device.type == "cuda" else {}),
+        "processes": args.world_size,
+        "seed": args.seed,
+        "data_seed": args.seed if args.data_seed is None else args.data_seed,
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None

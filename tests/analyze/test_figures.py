@@ -11,9 +11,9 @@ import pytest
 
 from affine_attn.analyze import figures
 from affine_attn.analyze.style import COLOURS, lines, plain, token_labels
-from affine_attn.analyze.training import Run, gradient_table, read_run, runs_of
 from affine_attn.core.variants import VARIANTS
 from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
+from affine_attn.runs.series import Run, gradient_table, read_run, runs_of
 from tests.support.analyzed import HOSTILE, example_analyses
 
 STEPS = 600

@@ -93,7 +93,7 @@ def test_bench_passes_everything_on_also_the_wish_for_help(monkeypatch):
 
 
 def test_a_place_that_is_nowhere_is_named():
-    from affine_attn.models.convert import named_place
+    from affine_attn.runs.places import named_place
 
     with (
         pytest.raises(ValueError, match=r"^typo is no folder here, nor read from the hub: cannot connect$"),

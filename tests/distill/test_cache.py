@@ -26,6 +26,7 @@ from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, fingerprint, frozen, largest
 from affine_attn.runs.files import write_json
+from affine_attn.runs.locks import claimed
 from tests.distill.test_run import teacher_of
 from tests.support.tiny_runs import VOCAB, counting_shards, metrics, tiny
 
@@ -290,7 +291,7 @@ def test_processes_share_the_work(tmp_path, data, teacher, cached):
     cache_teacher(plan(data, out), str(teacher), batch=3)
     assert files(out) == files(cached)
     # Completed between the look and the lock: it must not be cut.
-    with cache._claimed(out / "train-00001.top") as file:
+    with claimed(out / "train-00001.top") as file:
         assert file is None
     assert files(out) == files(cached)
 

@@ -17,15 +17,16 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.distill import estimate, shards, validation
 from affine_attn.distill.data import held_out
-from affine_attn.distill.environment import environment
-from affine_attn.distill.metrics import JsonLines, Metrics
+from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.recipes import LEARNING_RATES, recipe
 from affine_attn.distill.run import run, take_up, training_arguments
 from affine_attn.distill.sweep import grid, outcome, table
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
-from affine_attn.runs.provenance import commit
+from affine_attn.runs.files import JsonLines
+from affine_attn.runs.layout import RunFolder
+from affine_attn.runs.provenance import commit, environment
 from affine_attn.runs.series import gradient_statistics
 from tests.distill.test_run import teacher_of
 from tests.support.tiny_runs import VOCAB, counting_shards, metrics, tiny, trainer
@@ -90,16 +91,16 @@ def test_mfu_is_flops_over_the_peak_of_all_devices(data, tmp_path, monkeypatch):
     class Arguments:
         device, bf16, world_size = torch.device("cuda:0"), True, 4
 
-    of_four = Metrics(tmp_path, Arguments, step_tokens=10**9, flops_per_token=10**6)
+    of_four = Metrics(RunFolder(tmp_path), Arguments, step_tokens=10**9, flops_per_token=10**6)
     of_four.seconds = next(now)
     row = of_four.measured(1)
     assert row["mfu"] == pytest.approx(0.5e9 * 1e6 / (4 * 989e12), abs=1e-4)
     assert row["peak_memory_bytes"] == 1234
     Arguments.bf16 = False
-    assert Metrics(tmp_path, Arguments, 1, 1).peak is None
+    assert Metrics(RunFolder(tmp_path), Arguments, 1, 1).peak is None
     Arguments.bf16 = True
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA Something")
-    assert Metrics(tmp_path, Arguments, 1, 1).peak is None
+    assert Metrics(RunFolder(tmp_path), Arguments, 1, 1).peak is None
 
 
 def test_a_pause_is_no_training_time(data, tmp_path, monkeypatch):

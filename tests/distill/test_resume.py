@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from affine_attn.cli import app
 from affine_attn.distill import run as run_module
-from affine_attn.distill.metrics import JsonLines
 from affine_attn.distill.run import run
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.errors import UserError
 from affine_attn.nn.alpha import alpha_gates
+from affine_attn.runs.files import JsonLines
 from tests.support.tiny_runs import counting_shards, metrics, tiny, trainer
 
 
@@ -63,22 +63,22 @@ def test_a_folder_of_a_run_without_its_recipe_is_refused(name, data, tmp_path):
 
 def test_what_a_folder_holds_counts_once_it_is_locked(data, tmp_path, monkeypatch):
     """Here another process trains there, to the end, while this one loads its data and its teacher."""
-    chosen, lock = tiny(data, save_steps=2), run_module._alone_in
+    chosen, lock = tiny(data, save_steps=2), run_module.alone_in_run
 
     @contextmanager
-    def late(output):
-        monkeypatch.setattr(run_module, "_alone_in", lock)
-        run(chosen, output)
-        finished.append({path.name: path.stat().st_mtime_ns for path in output.iterdir() if path.is_file()})
-        with lock(output):
+    def late(folder):
+        monkeypatch.setattr(run_module, "alone_in_run", lock)
+        run(chosen, folder.path)
+        finished.append({path.name: path.stat().st_mtime_ns for path in folder.path.iterdir() if path.is_file()})
+        with lock(folder):
             yield
 
     for resume in (True, None):
         finished, output = [], tmp_path / str(resume)
-        monkeypatch.setattr(run_module, "_alone_in", late)
+        monkeypatch.setattr(run_module, "alone_in_run", late)
         assert run(chosen, output, resume=resume) == output / "model"
         assert finished == [{path.name: path.stat().st_mtime_ns for path in output.iterdir() if path.is_file()}]
-    monkeypatch.setattr(run_module, "_alone_in", late)
+    monkeypatch.setattr(run_module, "alone_in_run", late)
     with pytest.raises(UserError, match="holds a run: give --resume"):
         run(chosen, tmp_path / "new")
 

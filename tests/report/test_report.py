@@ -27,7 +27,7 @@ from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
-from affine_attn.runs.analysis import ANALYSIS, MAPS, read_analysis, write_analysis
+from affine_attn.runs.analysis import FILE, MAPS, read_analysis, write_analysis
 from tests.support.chromium import MISSING, chromium, open_page, programs, wait
 from tests.support.tiny_runs import counting_shards, metrics, tiny
 
@@ -241,8 +241,8 @@ def damaged(content: dict, place: str, value: object) -> dict:
 def test_a_damaged_analysis_is_named(place, value, runs, tmp_path):
     folder = tmp_path / "model" / "analysis"
     shutil.copytree(runs[1] / "model" / "analysis", folder)
-    content = json.loads((folder / ANALYSIS).read_text())
-    (folder / ANALYSIS).write_text(json.dumps(damaged(content, place, value)))
+    content = json.loads((folder / FILE).read_text())
+    (folder / FILE).write_text(json.dumps(damaged(content, place, value)))
     answer = CliRunner().invoke(app, ["report", str(tmp_path / "model"), "-o", str(tmp_path / "no.html")])
     assert answer.exit_code == 2, answer.exception
     assert answer.output.startswith(f"{folder} is damaged: analyze the model again (")
@@ -253,7 +253,7 @@ def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_p
     """A small file can unpack to any size, with or without the rest of the analysis agreeing."""
     folder = tmp_path / "analysis"
     shutil.copytree(runs[1] / "model" / "analysis", folder)
-    content = json.loads((folder / ANALYSIS).read_text())
+    content = json.loads((folder / FILE).read_text())
     whole = content | {"map": content["map"] | {"start": 0, "stop": 1024, "tokens": ["a"] * 1024}}
     np.savez_compressed(folder / MAPS, weights=np.zeros((2, 4, 1024, 1024), np.float32))
     assert (folder / MAPS).stat().st_size < 100_000
@@ -271,7 +271,7 @@ def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_p
         most_memory(r"has an array \(2, 4, 1024, 1024\) of float32 where analysis.json says \(2, 4, 16, 16\)") < 1 << 20
     )
     # It is, and is larger than any analysis writes.
-    (folder / ANALYSIS).write_text(json.dumps(whole))
+    (folder / FILE).write_text(json.dumps(whole))
     monkeypatch.setattr("affine_attn.runs.analysis.MOST_MAP_BYTES", 1 << 24)
     assert most_memory(r"its maps would take 0.0 GiB") < 1 << 20
     monkeypatch.undo()

@@ -26,6 +26,7 @@ STATS = "affine_attn/core/stats.py"
 BLOCKED, DECODE = "affine_attn/engines/blocked.py", "affine_attn/kernels/decode/launch.py"
 FLEX, STOCK = "affine_attn/engines/flex.py", "affine_attn/engines/aten.py"
 TRITON = "affine_attn/kernels/flash/launch.py"
+LOCKS = "affine_attn/runs/locks.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
 SAMPLER, TEACHER = "affine_attn/distill/sampler.py", "affine_attn/distill/teacher.py"
 INTERFACE, MODELING = "affine_attn/models/attn_implementation.py", "affine_attn/models/modeling.py"
@@ -326,11 +327,11 @@ MUTATIONS: dict[str, Mutation] = {
         _in("distill/cache", "entries_that_do_not_count_are_left_out", "items_have_the_targets_of_the_live_teacher"),
     ),
     "a file that another process writes is taken": Mutation(
-        CACHE, "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
+        LOCKS, "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
         _in("distill/cache", "processes_share_the_work"),
     ),
     "what a killed process wrote is left at the end": Mutation(
-        CACHE, "        file.truncate()\n", "", _in("distill/cache", "processes_share_the_work")
+        LOCKS, "        file.truncate()\n", "", _in("distill/cache", "processes_share_the_work")
     ),
     "entries that do not count are cached": Mutation(
         CACHE, "plan.k, plan.vocabulary)", "plan.k)", _in("distill/cache", "entries_that_do_not_count_are_left_out")

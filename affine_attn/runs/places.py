@@ -1,0 +1,45 @@
+"""Where a model lies: a folder or a hub id, and what is wrong with it in a sentence that names it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from affine_attn.errors import MissingPackage, UserError, first_line
+from affine_attn.runs.layout import MODEL
+
+
+def require_place(path: str | Path) -> None:
+    """A path that cannot be a hub id (owner/name) must exist; transformers would call it a malformed id. And what is
+    wanted is a model, not the run that made it."""
+    text = str(path)
+    if (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(path).exists():
+        raise UserError(f"there is no folder {path}")
+    inside = Path(path) / MODEL
+    if (inside / "config.json").exists() and not (Path(path) / "config.json").exists():
+        raise UserError(f"{path} is the folder of a run: its model is {inside}")
+
+
+@contextmanager
+def named_place(path: str | Path) -> Iterator[None]:
+    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name.
+    And what is wrong in a folder is said as of that folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:  # of what a quantised checkpoint needs, say
+        raise MissingPackage(f"{path} cannot be loaded: {first_line(error)}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} holds a damaged safetensors file: {error}") from error
+    except StrictDataclassError as error:
+        raise UserError(f"the config of {path} is wrong: {str(error).splitlines()[-1].strip()}") from error
+    except OSError as error:
+        if Path(path).exists():
+            raise UserError(first_line(error)) from error
+        raise UserError(f"{path} is no folder here, nor read from the hub: {first_line(error)}") from error
+    # What transformers and torch raise for a checkpoint of other sizes, or of such that no model can have.
+    except (ValueError, LookupError, RuntimeError, AssertionError, ArithmeticError) as error:
+        raise UserError(f"{path} cannot be loaded: {first_line(error)}") from error
