@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from affine_attn.analyze.run import Request, analyze_all
-from affine_attn.distill.prepare import prepare
+from affine_attn.data.prepare import prepare
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.sweep import grid, outcome
 from affine_attn.errors import FileError, MissingPackage, NotFinite, UserError

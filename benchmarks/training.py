@@ -25,10 +25,10 @@ from transformers.trainer_utils import SaveStrategy
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.bench.timing import summary
+from affine_attn.data.shards import TokenShards, read_manifest
 from affine_attn.distill.estimate import PEAKS, flops_per_token, size, teacher_config
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
-from affine_attn.distill.shards import TokenShards, read_manifest
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.runs.layout import RunFolder

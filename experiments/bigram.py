@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from affine_attn.distill.shards import IGNORED, TokenShards
+from affine_attn.data.shards import IGNORED, TokenShards
 
 
 def bigram(data: str, sequence_length: int, documents: bool) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from affine_attn.distill import shards
-from affine_attn.distill.prepare import prepare
+from affine_attn.data import shards
+from affine_attn.data.prepare import prepare
 from affine_attn.runs.files import write_json
 
 # Small files: each travels where one large one would not.

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, get_scheduler, set_seed
 
 from affine_attn.core.spec import AttentionSpec
+from affine_attn.data.sampler import GlobalSampler
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
 from affine_attn.distill.losses import Logits, Loss, Teacher, chunked_loss
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.statistics import columns
 from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.models.collect import collect_statistics

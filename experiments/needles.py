@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from affine_attn.data.shards import TokenShards
 from affine_attn.distill.data import sequences
-from affine_attn.distill.shards import TokenShards
 from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_retrieval
 from affine_attn.evaluate.perplexity import encode
 from affine_attn.models import AffineAttnForCausalLM

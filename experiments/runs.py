@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from affine_attn.analyze.run import Request, Target, analyze
+from affine_attn.data.tokenizer import copy_files
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.tokenizer import copy_files
 from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
 from affine_attn.runs.files import write_json, written
 from affine_attn.runs.layout import ANALYSIS, EVALUATION

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
+from affine_attn.data.progress import token_progress
+from affine_attn.data.shards import TokenShards
 from affine_attn.distill.data import sequences
 from affine_attn.distill.estimate import Size, duration, size_of
 from affine_attn.distill.losses import Logits, chunked_loss
-from affine_attn.distill.progress import token_progress
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.statistics import SEQUENCES
 from affine_attn.distill.teacher import ask, logits
 from affine_attn.distill.validation import perplexity

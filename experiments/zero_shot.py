@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from affine_attn.data.shards import TokenShards
+from affine_attn.data.tokenizer import copy_files
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import TokenShards
-from affine_attn.distill.tokenizer import copy_files
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
 from affine_attn.evaluate.score import SCORES, digest, read_requests, score, write_lines

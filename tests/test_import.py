@@ -23,7 +23,7 @@ ROOMS = [
     {"engines"},
     {"api"},
     {"nn"},
-    {"bench"},
+    {"bench", "data"},
     {"models"},
     {"distill"},
     {"evaluate"},

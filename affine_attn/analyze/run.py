@@ -13,8 +13,8 @@ from affine_attn.analyze.measure import measure
 from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import VARIANTS
-from affine_attn.distill.shards import TOKENIZER
-from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.data.shards import TOKENIZER
+from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import Subject, require_writable
 from affine_attn.models.convert import convert, load

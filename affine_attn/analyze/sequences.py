@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from affine_attn.distill.shards import MANIFEST, PROGRESS, TokenShards
+from affine_attn.data.shards import MANIFEST, PROGRESS, TokenShards
 from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import documents, encode, prefix_token
 

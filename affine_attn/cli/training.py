@@ -59,7 +59,7 @@ def prepare(
 ) -> None:
     """Turn text into token shards for training. Stopped at any moment, the same command goes on where it was."""
     with one_line_errors():
-        from affine_attn.distill.prepare import prepare as prepare_shards
+        from affine_attn.data.prepare import prepare as prepare_shards
 
         manifest = prepare_shards(
             out,
@@ -179,7 +179,8 @@ def cache_teacher(
     share the work.
     """
     with one_line_errors():
-        from affine_attn.distill import cache, estimate, shards
+        from affine_attn.data import shards
+        from affine_attn.distill import cache, estimate
 
         # Before the teacher, which the network may be asked for.
         shards.read_manifest(data)

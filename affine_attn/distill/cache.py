@@ -20,12 +20,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from affine_attn.distill import shards
+from affine_attn.data import shards
+from affine_attn.data.progress import token_progress
+from affine_attn.data.shards import SPLITS, MappedFiles, TokenShards
+from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.distill.losses import TopK
-from affine_attn.distill.progress import token_progress
-from affine_attn.distill.shards import SPLITS, MappedFiles, TokenShards
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
-from affine_attn.distill.tokenizer import require_same_tokens
 from affine_attn.errors import NotFinite, UserError
 from affine_attn.models.convert import load, usable_device
 from affine_attn.runs.files import errors_naming, settle, write_json

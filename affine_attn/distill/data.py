@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Subset
 
+from affine_attn.data.needles import NeedleSequences
+from affine_attn.data.shards import TokenShards, read_manifest
 from affine_attn.distill.cache import CachedShards
-from affine_attn.distill.needle import NeedleSequences
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import TokenShards, read_manifest
 
 Sequences = TokenShards | NeedleSequences
 

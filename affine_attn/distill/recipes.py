@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import variant
+from affine_attn.data.shards import TEACHER_CACHE
 from affine_attn.distill.losses import LossSpec
-from affine_attn.distill.shards import TEACHER_CACHE
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
 from affine_attn.models.presets import at_length, surroundings

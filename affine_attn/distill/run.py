@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from affine_attn.data.shards import fingerprint
+from affine_attn.data.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.data import held_out, sequences
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.shards import fingerprint
 from affine_attn.distill.statistics import SEQUENCES, Statistics
-from affine_attn.distill.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArg
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
+from affine_attn.data.needles import NeedleSequences
+from affine_attn.data.sampler import GlobalSampler
+from affine_attn.data.shards import TokenShards
 from affine_attn.distill.cache import CachedShards, cached_target
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.estimate import size_of
 from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss
 from affine_attn.distill.metrics import Metrics
-from affine_attn.distill.needle import NeedleSequences
-from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, frozen, largest
 from affine_attn.errors import FileError, NotFinite, UserError, first_line
 from affine_attn.models.modeling import not_finite_average

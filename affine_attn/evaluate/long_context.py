@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from affine_attn.distill.needle import Haystack, Needles, Stream
-from affine_attn.distill.shards import IGNORED, TokenShards
+from affine_attn.data.needles import Haystack, Needles, Stream
+from affine_attn.data.shards import IGNORED, TokenShards
 from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import documents, encode, prefix_token, token_losses
 

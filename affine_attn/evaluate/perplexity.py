@@ -14,9 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from affine_attn.distill.corpus import find_sources
+from affine_attn.data.corpus import find_sources
+from affine_attn.data.shards import IGNORED, TokenShards
 from affine_attn.distill.losses import CHUNK_BYTES, chunk_size
-from affine_attn.distill.shards import IGNORED, TokenShards
 from affine_attn.errors import UserError
 from affine_attn.evaluate.score import Pair, score
 

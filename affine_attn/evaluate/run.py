@@ -9,9 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from affine_attn.distill.needle import Stream
-from affine_attn.distill.shards import MANIFEST, read_manifest
-from affine_attn.distill.tokenizer import require_same_tokens
+from affine_attn.data.needles import Stream
+from affine_attn.data.shards import MANIFEST, read_manifest
+from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.long_context import (
     DEPTHS,

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 from jinja2 import UndefinedError
 from lm_eval.api.task import ConfigurableTask
 
-from affine_attn.distill.corpus import decompressed, parse_line
+from affine_attn.data.corpus import decompressed, parse_line
 from affine_attn.runs.files import sha256
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -12,14 +12,14 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill import prepare as preparing
-from affine_attn.distill import shards
-from affine_attn.distill import tokenizer as tokenizing
-from affine_attn.distill.corpus import find_sources
-from affine_attn.distill.prepare import prepare
+from affine_attn.data import prepare as preparing
+from affine_attn.data import shards
+from affine_attn.data import tokenizer as tokenizing
+from affine_attn.data.corpus import find_sources
+from affine_attn.data.prepare import prepare
+from affine_attn.data.shards import TokenShards, read_manifest
+from affine_attn.data.tokenizer import Pieces, train_tokenizer
 from affine_attn.distill.recipes import RECIPES
-from affine_attn.distill.shards import TokenShards, read_manifest
-from affine_attn.distill.tokenizer import Pieces, train_tokenizer
 from affine_attn.runs.files import write_json
 
 WORDS = [
@@ -173,7 +173,7 @@ def test_a_tokenizer_learns_the_same_from_pieces(tmp_path, monkeypatch):
 # Prepares a file with so much more address space than the program itself takes.
 LIMITED = """
 import json, resource, sys
-from affine_attn.distill.prepare import prepare
+from affine_attn.data.prepare import prepare
 out, source, tokenizer, more = sys.argv[1:]
 taken = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (taken * 1024 + int(more),) * 2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from affine_attn.distill.sampler import GlobalSampler, shuffled
+from affine_attn.data.sampler import GlobalSampler, shuffled
 
 
 @settings(max_examples=60, deadline=None)

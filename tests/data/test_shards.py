@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill import prepare as preparing
-from affine_attn.distill import shards
-from affine_attn.distill.corpus import find_sources, standard_library
-from affine_attn.distill.prepare import prepare
-from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.shards import TokenShards, read_manifest
-from affine_attn.distill.tokenizer import load_tokenizer, tokenizer_hash
+from affine_attn.data import prepare as preparing
+from affine_attn.data import shards
+from affine_attn.data.corpus import find_sources, standard_library
+from affine_attn.data.prepare import prepare
+from affine_attn.data.sampler import GlobalSampler
+from affine_attn.data.shards import TokenShards, read_manifest
+from affine_attn.data.tokenizer import load_tokenizer, tokenizer_hash
 from affine_attn.runs.files import write_json
 
 WORDS = ["attention", "need", "not", "über", "注意", "def", "return\n\tself", "<|endoftext|>", "0"]
@@ -535,7 +535,7 @@ def test_bad_folders(tmp_path, prepared):
 
 def test_training_needs_neither_tokenizers_nor_datasets():
     program = (
-        "import sys; import affine_attn.distill.shards, affine_attn.distill.sampler\n"
+        "import sys; import affine_attn.data.shards, affine_attn.data.sampler\n"
         "print({'datasets', 'pyarrow', 'tokenizers', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,12 +18,12 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
+from affine_attn.data.sampler import GlobalSampler
+from affine_attn.data.shards import TokenShards
 from affine_attn.distill import cache
 from affine_attn.distill.cache import CachedShards, CachePlan, cache_teacher, cached_target
 from affine_attn.distill.losses import Teacher
 from affine_attn.distill.run import run
-from affine_attn.distill.sampler import GlobalSampler
-from affine_attn.distill.shards import TokenShards
 from affine_attn.distill.teacher import ask, fingerprint, frozen, largest
 from affine_attn.runs.files import write_json
 from affine_attn.runs.locks import claimed

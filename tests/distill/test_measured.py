@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill import estimate, shards, validation
+from affine_attn.data import shards
+from affine_attn.distill import estimate, validation
 from affine_attn.distill.data import held_out
 from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.recipes import LEARNING_RATES, recipe

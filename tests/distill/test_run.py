@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from affine_attn.cli import app
 from affine_attn.core.spec import AttentionSpec
+from affine_attn.data.sampler import GlobalSampler
 from affine_attn.distill import estimate
 from affine_attn.distill.data import held_out
 from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import RECIPES, recipe
 from affine_attn.distill.run import run
-from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.distill.validation import validate
 from affine_attn.errors import UserError

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill.needle import Needles
-from affine_attn.distill.prepare import prepare
+from affine_attn.data.needles import Needles
+from affine_attn.data.prepare import prepare
 from affine_attn.evaluate import long_context
 from affine_attn.evaluate.long_context import JoinedTexts, joined_shards, needle_retrieval
 from affine_attn.models import convert

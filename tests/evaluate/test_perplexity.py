@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from affine_attn.cli import app, terminal
-from affine_attn.distill.prepare import prepare
-from affine_attn.distill.shards import TokenShards
+from affine_attn.data.prepare import prepare
+from affine_attn.data.shards import TokenShards
 from affine_attn.evaluate.long_context import loss_by_position
 from affine_attn.evaluate.perplexity import mean_loss, perplexity, token_losses, windows
 from affine_attn.evaluate.score import Pair, score

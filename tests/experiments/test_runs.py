@@ -15,11 +15,11 @@ import torch
 
 from affine_attn.core.spec import Affine, AttentionSpec
 from affine_attn.core.variants import variant
-from affine_attn.distill import shards
+from affine_attn.data import shards
+from affine_attn.data.shards import TokenShards
+from affine_attn.data.tokenizer import train_tokenizer
 from affine_attn.distill.data import sequences
 from affine_attn.distill.run import run as distill
-from affine_attn.distill.shards import TokenShards
-from affine_attn.distill.tokenizer import train_tokenizer
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.kernels.epilogue import launch as epilogue
@@ -418,7 +418,7 @@ def test_the_command(data, teacher, tmp_path, monkeypatch, capsys):
 def test_prepare_keeps_the_given_split(tmp_path):
     for split, texts in (("train", ["one two", "three"]), ("valid", ["four five six"])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    from affine_attn.distill.tokenizer import END_OF_DOCUMENT, train_tokenizer
+    from affine_attn.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 
     train_tokenizer(["one two three four five six"], 260, tmp_path / "tokenizer")
     given = ([str(tmp_path / "train.jsonl")], [str(tmp_path / "valid.jsonl")], str(tmp_path / "tokenizer"))

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill.prepare import prepare
-from affine_attn.distill.tokenizer import END_OF_DOCUMENT, require_same_tokens
+from affine_attn.data.prepare import prepare
+from affine_attn.data.tokenizer import END_OF_DOCUMENT, require_same_tokens
 from affine_attn.models import AffineAttnForCausalLM, preset
 
 VOCAB = 280

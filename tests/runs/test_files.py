@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from affine_attn.cli import app
-from affine_attn.distill.shards import ShardWriter
+from affine_attn.data.shards import ShardWriter
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.runs.files import JsonLines, temporary, written
 from tests.report.test_report import zero_shot
@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[2] / "affine_attn"
 # The writers themselves, locks that hold nothing, files of a temporary folder, and lines that are added one by one.
 OTHERWISE = {
     "runs/files.py": {"open"},
-    "distill/shards.py": {"open"},
+    "data/shards.py": {"open"},
     "runs/locks.py": {"open"},
-    "distill/tokenizer.py": {"write_text"},
+    "data/tokenizer.py": {"write_text"},
     "evaluate/tasks.py": {"write_text"},
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from affine_attn.distill import shards
+from affine_attn.data import shards
 from affine_attn.runs import analysis, layout
 from affine_attn.runs.layout import RunFolder, beside, model_and_run
 
@@ -31,7 +31,7 @@ def _named(source: str) -> set[str]:
 def test_names_of_files_stand_in_one_place():
     found = {path.relative_to(PACKAGE).as_posix(): _named(path.read_text()) for path in PACKAGE.rglob("*.py")}
     elsewhere = {name: names for name, names in found.items() if names and not name.startswith("runs/")}
-    assert elsewhere == {"distill/shards.py": {shards.MANIFEST, shards.PROGRESS}}
+    assert elsewhere == {"data/shards.py": {shards.MANIFEST, shards.PROGRESS}}
 
 
 @pytest.mark.parametrize("line", ['METRICS = "metrics.jsonl"', 'place = folder / "model"'])

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoTokenizer
 
 from affine_attn.analyze.run import Request, analyze_all
-from affine_attn.distill.tokenizer import train_tokenizer
+from affine_attn.data.tokenizer import train_tokenizer
 from affine_attn.models import AffineAttnForCausalLM, preset
 from affine_attn.nn.alpha import alpha_gates
 

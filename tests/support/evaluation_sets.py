@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from affine_attn.distill.tokenizer import train_tokenizer
+from affine_attn.data.tokenizer import train_tokenizer
 from tests.support.hf import SIZES
 
 

@@ -28,7 +28,7 @@ FLEX, STOCK = "affine_attn/engines/flex.py", "affine_attn/engines/aten.py"
 TRITON = "affine_attn/kernels/flash/launch.py"
 LOCKS = "affine_attn/runs/locks.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
-SAMPLER, TEACHER = "affine_attn/distill/sampler.py", "affine_attn/distill/teacher.py"
+SAMPLER, TEACHER = "affine_attn/data/sampler.py", "affine_attn/distill/teacher.py"
 INTERFACE, MODELING = "affine_attn/models/attn_implementation.py", "affine_attn/models/modeling.py"
 
 

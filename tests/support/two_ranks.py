@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from affine_attn.data.sampler import GlobalSampler
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.sampler import GlobalSampler
 from affine_attn.models import AffineAttnForCausalLM, preset
 from tests.support.tiny_runs import VOCAB, averages, tiny, trainer
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from affine_attn.data.needles import Needles, NeedleSequences
+from affine_attn.data.prepare import prepare
+from affine_attn.data.shards import IGNORED, TokenShards
 from affine_attn.distill.data import sequences
-from affine_attn.distill.needle import Needles, NeedleSequences
-from affine_attn.distill.prepare import prepare
 from affine_attn.distill.recipes import recipe
 from affine_attn.distill.run import run
-from affine_attn.distill.shards import IGNORED, TokenShards
 from tests.support.tiny_runs import metrics, tiny
 
 LENGTH = 192

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from affine_attn.distill.shards import IGNORED, TokenShards
-from affine_attn.distill.tokenizer import find_tokenizer, load_tokenizer
+from affine_attn.data.shards import IGNORED, TokenShards
+from affine_attn.data.tokenizer import find_tokenizer, load_tokenizer
 from affine_attn.errors import UserError
 
 CITIES = (

@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingPackage("preparing data needs tokenizers: pip install 'affine-attn[models]'") from error
 
-from affine_attn.distill.shards import TOKENIZER
+from affine_attn.data.shards import TOKENIZER
 
 # Of trained tokenizers; a given one has its own.
 END_OF_DOCUMENT = "<|endoftext|>"

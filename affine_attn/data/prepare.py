@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Encoding, Tokenizer
 
-from affine_attn.distill import shards
-from affine_attn.distill.corpus import Source, find_sources
-from affine_attn.distill.progress import token_progress
-from affine_attn.distill.tokenizer import (
+from affine_attn.data import shards
+from affine_attn.data.corpus import Source, find_sources
+from affine_attn.data.progress import token_progress
+from affine_attn.data.tokenizer import (
     FILE,
     Pieces,
     bytes_tokenizer,
