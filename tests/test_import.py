@@ -33,7 +33,12 @@ ROOMS = [
     {"cli"},
 ]
 # Old names of modules that users import: they point at the new ones, with a warning, for one release.
-MOVED = {"core.accuracy": "bench.accuracy"}
+MOVED = {
+    "core.accuracy": "bench.accuracy",
+    "distill.shards": "data.shards",
+    "distill.sampler": "data.sampler",
+    "models.statistics": "models.collect",
+}
 RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 
 
@@ -84,6 +89,7 @@ def test_old_names_of_moved_modules_warn_and_have_everything(old, new):
         moved = importlib.reload(importlib.import_module(f"affine_attn.{old}"))
     there = vars(importlib.import_module(f"affine_attn.{new}"))
     assert all(vars(moved)[name] is value for name, value in there.items() if not name.startswith("_"))
+    assert f"| `affine_attn.{old}` | `affine_attn.{new}` |" in (PACKAGE.parent / "README.md").read_text()
 
 
 def test_core_needs_torch_alone():
