@@ -5,6 +5,7 @@ is decided by the 95 % interval of that difference: better below zero, worse abo
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments import controls
 from experiments.compare import holm, interval, paired, welch
 from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, UNDECAYED
-from experiments.details import spikes
+from experiments.details import noise_share, spikes
 from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SMALL, SWEPT_RATE
-from experiments.runs import Run
+from experiments.runs import MICRO_NORM, Run
 from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, by_setting, gradient_variance, interval_columns
 
 SCALES = (controls.HALF, controls.ROOT_HALF, LEARNED, IDENTITY)
@@ -150,27 +151,37 @@ def variances(runs: Sequence[Run]) -> list[Row]:
 
 
 def early(runs: Sequence[Run]) -> list[Row]:
-    """Of the ninth control, gradient norms of the first steps by architecture: variances as ratios, the rest as
-    differences, and the norm of the very first step."""
-    norms: dict[tuple[str, str], dict[int, list[float]]] = {}
+    """Of the ninth control, gradient norms of the first steps by architecture and batch: those of the very first step,
+    what of them is noise, and against softmax variances as ratios, the rest as differences."""
+    measured: dict[tuple[str, int, str], dict[int, Run]] = {}
+    diverged: Counter[tuple[str, int, str]] = Counter()
     for run in runs:
-        control, _, rest = run.config["group"].partition("-")
-        if run.table == CONTROLS and control == "9":
-            size = rest.split("-")[0]
-            norms.setdefault((size, run.variant), {})[run.seed] = run.series()["grad_norm"][:STEPS]
+        control, _, name = run.config["group"].partition("-")
+        if run.table == CONTROLS and control == "9" and run.result is not None:
+            key = name.split("-")[0], run.config["recipe"]["global_batch"], run.variant
+            seeds = measured.setdefault(key, {})
+            diverged[key] += run.diverged_step is not None
+            if run.diverged_step is None:
+                seeds[run.seed] = run
     rows = []
-    for (size, variant), mine in norms.items():
-        row: Row = {"students": size, "variant": variant, "n": len(mine)}
-        row |= {"norm of step 1": interval([series[0] for series in mine.values()]).mean}
-        baseline = norms.get((size, "softmax"), {})
-        pairs = [(mine[seed], baseline[seed]) for seed in mine.keys() & baseline.keys()]
+    for (size, batch, variant), mine in sorted(measured.items(), key=lambda entry: entry[0][:2]):
+        row: Row = {"students": size, "batch": batch, "variant": variant, "n": len(mine)}
+        row["diverged"] = diverged[size, batch, variant]
+        for name, column in (("norm of step 1", "grad_norm"), ("of a micro-batch", MICRO_NORM)):
+            row[name] = interval([run.series()[column][0] for run in mine.values()]).mean
+        row |= interval_columns("noise in its square", interval([noise_share(run) for run in mine.values()]))
+        theirs = measured.get((size, batch, "softmax"), {})
+        shared = sorted(mine.keys() & theirs.keys())
+        pairs = [[of[seed].series()["grad_norm"] for of in (mine, theirs)] for seed in shared]
         if variant == "softmax" or not pairs:
             rows.append(row)
             continue
-        for start in (1, *LATER):
-            both = [[gradient_variance(series, start) for series in pair] for pair in pairs]
+        spans = {f"ratio from step {start}": (start, STEPS) for start in (1, *LATER)}
+        spans[f"ratio to step {controls.LARGER['steps']}"] = 1, controls.LARGER["steps"]
+        for name, (start, stop) in spans.items():
+            both = [[gradient_variance(series[:stop], start) for series in pair] for pair in pairs]
             logs = [math.log(one / other) for one, other in both if one and other]
-            row |= interval_columns(f"ratio from step {start}", interval(logs), math.exp)
+            row |= interval_columns(name, interval(logs), math.exp)
         cv = [[gradient_statistics(series)["cv"] for series in pair] for pair in pairs]
         row |= interval_columns("cv", interval([one - other for one, other in cv]))
         for name, own in (("own", True), ("softmax's", False)):

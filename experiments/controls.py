@@ -24,6 +24,7 @@ from experiments.grid import (
     SWEPT_RATE,
     Group,
     Student,
+    slug,
 )
 
 # As all before them, but for the start: what softmax has too is drawn first, so that weights of a seed are the same.
@@ -39,9 +40,11 @@ WIDER = 1280
 SMALL_RATES, SMALL_SEEDS = (2e-3, 6e-3), range(1, 11)
 NORMED, SLOWLY = ", q/k norm", ", longer warmup"
 SLOWER, LONGER = 3, 2  # times the warmup, times the steps
-# The paper's architectures for the first steps, at its rate and with as many tokens a step as all other students.
-EARLY: dict[str, Any] = {"steps": 500, "decay_steps": 0, "sequence_length": 2048, "global_batch": 16, "micro_batch": 16}
+# The paper's architectures for the first steps, at its rate and with as many tokens a step as all other students; and
+# with eight times as many while the rate warms up. Micro-batches tell what of a gradient is noise.
+EARLY: dict[str, Any] = {"steps": 500, "decay_steps": 0, "sequence_length": 2048, "global_batch": 16, "micro_batch": 4}
 EARLY |= {"statistics_steps": 0, "valid_sequences": 64}
+LARGER: dict[str, Any] = {"steps": 100, "global_batch": 128}
 SIZES = {"0.5b": "qwen1.5-0.5b", "1b": "llama3.2-1b"}
 VOCABULARY = 49152  # the teacher's
 
@@ -185,11 +188,17 @@ def _warmup(recipe: Recipe) -> Iterator[Group]:
 
 
 def _early(recipe: Recipe) -> Iterator[Group]:
-    """9: gradients of the first steps at the paper's architectures, their own rotary embeddings included."""
-    for name, architecture in SIZES.items():
-        early = replace(recipe, student=architecture, vocab_size=recipe.vocab_size or VOCABULARY, **EARLY)
-        is_smaller = name == "0.5b"
-        wanted = ("softmax", "affine", HALF, NO_BETA) if is_smaller else ("softmax", "affine", HALF)
-        for seed in SEEDS if is_smaller else SEEDS[:2]:
-            students = tuple(_student(variant, early, PAPER_RATE, positions="preset") for variant in wanted)
-            yield _group(f"9-{name}", early, seed, students)
+    """9: gradients of the first steps at the paper's architectures, their own rotary embeddings included. Each student
+    by itself: side by side they would take longer than a call may, and what they stop with is many gigabytes."""
+    pair = ("softmax", "affine")
+    for size, batch, names, seeds in (
+        ("0.5b", {}, (*pair, HALF, NO_BETA), SEEDS),
+        ("1b", {}, (*pair, HALF), SEEDS[:2]),
+        ("0.5b", LARGER, pair, SEEDS[:2]),
+    ):
+        settings = EARLY | batch | {"student": SIZES[size], "vocab_size": recipe.vocab_size or VOCABULARY}
+        early = replace(recipe, **settings)
+        for seed in seeds:
+            for name in names:
+                student = _student(name, early, PAPER_RATE, positions="preset")
+                yield _group(f"9-{size}-{early.global_batch}-{slug(name)}", early, seed, (student,))

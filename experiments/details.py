@@ -9,7 +9,7 @@ import numpy as np
 from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments.compare import Interval, interval
 from experiments.grid import COMMON_RATE, SEEDS
-from experiments.runs import Run
+from experiments.runs import MICRO_NORM, Run
 from experiments.tables import (
     BASELINE,
     SEVERAL_SEEDS,
@@ -113,6 +113,21 @@ def spikes(norms: Sequence[float], threshold_of: Sequence[float]) -> int:
     g = np.asarray(threshold_of)
     median = np.median(g)
     return int((np.asarray(norms) > median + SPIKE_FACTOR * np.median(abs(g - median))).sum())
+
+
+def noise_share(run: Run) -> float:
+    """Of the squared norm of a batch's gradient, what its choice of text adds, behind the very first steps.
+
+    A micro-batch, one of so many parts, has the same gradient on average and so many times the variance:
+    E |g|² = |G|² + V and E |g_micro|² = |G|² + parts V.
+    """
+    recipe, series = run.config["recipe"], run.series()
+    parts = recipe["global_batch"] // recipe["micro_batch"]
+    behind = slice(BEHIND_FIRST - 1, STEPS)
+    if not series["grad_norm"][behind]:
+        return math.nan
+    whole, micro = (np.mean(np.square(series[name][behind])) for name in ("grad_norm", MICRO_NORM))
+    return float((micro - whole) / ((parts - 1) * whole))
 
 
 def stacked(runs: Sequence[Run]) -> tuple[Interval, int, int]:

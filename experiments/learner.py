@@ -15,7 +15,7 @@ from affine_attn.core.spec import AttentionSpec
 from affine_attn.data.sampler import GlobalSampler
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.data import Sequences
-from affine_attn.distill.losses import Logits, Loss, Teacher, chunked_loss
+from affine_attn.distill.losses import IGNORE_INDEX, Logits, Loss, Teacher, chunked_loss
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.statistics import columns
 from affine_attn.models import AffineAttnForCausalLM
@@ -50,33 +50,56 @@ class Learner:
             recipe.steps,
             {"num_decay_steps": recipe.decay_steps, "decay_type": recipe.decay},
         )
-        self.rows: list[list[float]] = []  # of finished steps, see runs.COLUMNS
+        self.rows: list[list[float]] = []  # of finished steps, see runs.COLUMNS and runs.MICRO_NORM
         self.statistics: list[dict[str, Any]] = []
         self.diverged: int | None = None  # the first step with a loss or a gradient that is not finite
         self._measured: list[tuple[float, Tensor]] = []
-        self._replay = Replay(records=self.model.num_parameters() < _LARGE)
+        self._accumulated: list[Loss] = []  # of the micro-batches of a step before its last
+        self._micro_norm: Tensor | None = None
+        # A step of several micro-batches finds gradients that the ones before have left, each in memory of its own, and
+        # so much in one step leaves the host time enough.
+        is_whole = recipe.accumulation(1) == 1
+        self._replay = Replay(records=is_whole and self.model.num_parameters() < _LARGE)
 
-    def step(self, batch: dict[str, Tensor], target: Logits | None) -> None:
-        """One optimizer step. Nothing waits for its numbers. The target must lie in the same memory at every step, and
-        is read there by a recorded one: it is too large to be copied for each student."""
+    def accumulate(self, batch: dict[str, Tensor], target: Logits | None, tokens: Tensor) -> None:
+        """Add the gradients of a micro-batch to those of its step, which has more; ``tokens``: see counted."""
+        loss = self._differentiate(batch, target, tokens)
+        if not self._accumulated:
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            # As if it were a batch of its own: a mean over its tokens.
+            self._micro_norm = nn.utils.get_total_norm(gradients) * tokens / loss.tokens
+        self._accumulated.append(loss)
+
+    def step(self, batch: dict[str, Tensor], target: Logits | None, tokens: Tensor | None = None) -> None:
+        """One optimizer step, of this batch and what was accumulated before. Nothing waits for its numbers. The target
+        must lie in the same memory at every step, and is read there by a recorded one: it is too large to be copied for
+        each student."""
         # Not read from the optimizer, whose rate lies on the device.
         rate = self.student.learning_rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
 
         def advance(*inputs: Tensor) -> Tensor:
-            return self._advance(dict(zip(batch, inputs, strict=True)), target)
+            return self._advance(dict(zip(batch, inputs, strict=True)), target, tokens)
 
         self._measured.append((rate, self._replay(advance, list(batch.values()))))
         self.schedule.step()
 
-    def _advance(self, batch: dict[str, Tensor], target: Logits | None) -> Tensor:
-        """Loss, hard loss and gradient norm of the step it takes, all of it on the device."""
-        loss = loss_of(self.model, batch, target, self.recipe)
-        loss.loss.backward()
+    def _advance(self, batch: dict[str, Tensor], target: Logits | None, tokens: Tensor | None) -> Tensor:
+        """Loss, hard loss and gradient norms of the step it takes, all of it on the device."""
+        losses = [*self._accumulated, self._differentiate(batch, target, tokens)]
         most = self.recipe.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        norms = [nn.utils.clip_grad_norm_(self.model.parameters(), most)]
+        if self._micro_norm is not None:
+            norms.append(self._micro_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack((loss.loss.detach(), loss.hard, norm)).float()
+        self._accumulated, self._micro_norm = [], None
+        loss, hard = (torch.stack(parts).sum(0) for parts in ([x.loss for x in losses], [x.hard for x in losses]))
+        return torch.stack((loss, hard, *norms)).float()
+
+    def _differentiate(self, batch: dict[str, Tensor], target: Logits | None, tokens: Tensor | None) -> Loss:
+        loss = loss_of(self.model, batch, target, self.recipe, tokens)
+        loss.loss.backward()
+        return loss._replace(loss=loss.loss.detach())
 
     def look(self) -> None:
         """Take over what the steps since the last look have measured."""
@@ -136,8 +159,9 @@ def loss_of(
     batch: dict[str, Tensor],
     target: Teacher | Logits | None,
     recipe: Recipe,
-    total: bool = False,
+    tokens: int | Tensor | None = None,
 ) -> Loss:
+    """``tokens``: what its sum is divided by, if not those of the batch."""
     with autocast(recipe, model.device):
         hidden = model.base_model(**context(batch), use_cache=False).last_hidden_state
         return chunked_loss(
@@ -147,7 +171,7 @@ def loss_of(
             batch["shift_labels"],
             spec=recipe.loss_spec,
             shared=recipe.shared_vocab,
-            tokens=1 if total else None,
+            tokens=tokens,
         )
 
 
@@ -183,10 +207,16 @@ def context(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
+def counted(parts: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The tokens that count in the micro-batches of a step: a mean over them is what whole batches have."""
+    return torch.stack([(part["shift_labels"] != IGNORE_INDEX).sum() for part in parts]).sum()
+
+
 def batches_of(recipe: Recipe, text: Sequences, step: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches, from the first of a step on."""
     sampler = GlobalSampler(len(text), recipe.steps * recipe.global_batch, recipe.seed)
     sampler.advance(step * recipe.global_batch)
-    return on_device(device, text, recipe.global_batch, sampler=sampler, num_workers=recipe.workers)
+    return on_device(device, text, recipe.micro_batch, sampler=sampler, num_workers=recipe.workers)
 
 
 def on_device(device: torch.device, text: Dataset, size: int, **options: Any) -> Iterator[dict[str, Tensor]]:

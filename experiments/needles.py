@@ -24,6 +24,7 @@ def found(student: Student, model: AffineAttnForCausalLM, group: Group, asked: N
     phase = asked.steps // 3
     recipe = replace(
         group.recipe,
+        micro_batch=group.recipe.global_batch,
         teacher=None,
         needles=NEEDLES,
         steps=3 * phase,

@@ -38,6 +38,8 @@ CONFIG, ENVIRONMENT, METRICS, STATISTICS, RESULT, MODEL = (
 )  # fmt: skip
 # lr is the rate of the step, loss what is minimised, hard the cross-entropy on the text, grad_norm before clipping.
 COLUMNS = ("step", "lr", "loss", "hard", "grad_norm")
+# Only where a step has several micro-batches: the norm of the first one's gradient, as if it were a batch of its own.
+MICRO_NORM = "micro_norm"
 # Of a recipe: where things lie and how they are run, not what comes out.
 _FREE = ("data", "teacher", "workers", "compile", "save_steps")
 
@@ -68,7 +70,8 @@ def write_series(folder: Path, group: Group, learner: "Learner", environment: di
     write_json(folder / CONFIG, config(group, learner.student))
     write_json(folder / ENVIRONMENT, environment)
     lines = (",".join((str(i), *(f"{x:.7g}" for x in row))) for i, row in enumerate(learner.rows, start=1))
-    write_gzip(folder / METRICS, (",".join(COLUMNS), *lines))
+    columns = (*COLUMNS, MICRO_NORM) if group.recipe.accumulation(1) > 1 else COLUMNS
+    write_gzip(folder / METRICS, (",".join(columns), *lines))
     write_gzip(folder / STATISTICS, (json.dumps(_rounded(row)) for row in learner.statistics))
 
 
@@ -92,7 +95,7 @@ def write_result(
     environment: dict[str, Any],
 ) -> None:
     """``valid`` is None for a student that diverged."""
-    norms = [row[-1] for row in learner.rows]
+    norms = [row[COLUMNS.index("grad_norm") - 1] for row in learner.rows]
     about = {"variant": learner.student.variant, "seed": group.recipe.seed, "lr": learner.student.learning_rate}
     content = about | {"diverged_step": learner.diverged, "valid": valid}
     gradients = gradient_statistics(norms) if norms else None
@@ -138,8 +141,8 @@ class Run:
     def series(self) -> dict[str, list[float]]:
         """Columns of metrics.csv.gz."""
         with gzip.open(self.folder / METRICS, "rt") as file:
-            rows = list(csv.DictReader(file))
-        return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+            columns, *rows = csv.reader(file)
+        return {name: [float(row[i]) for row in rows] for i, name in enumerate(columns)}
 
     def evaluations(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.folder / EVALUATION).glob("*.json"))]

@@ -1,7 +1,8 @@
 """Trains the students of a group side by side: each batch is read once, and the teacher asked once, for all of them.
 
 The numbers are those of ``DistillTrainer`` for each student alone (tested). What it leaves out is what an experiment on
-one device does without: accumulation, several ranks, recomputation. A step is one batch, and so is its validation.
+one device does without: several ranks, recomputation. Of a step with several micro-batches each is read and asked for
+once, and the norm of the first one's gradient is kept beside that of the whole.
 """
 
 import time
@@ -30,10 +31,10 @@ from affine_attn.models.collect import evaluating
 from affine_attn.runs.files import written
 from experiments import needles, runs
 from experiments.grid import Group
-from experiments.learner import Learner, batches_of, context, device_here, loss_of, on_device, room_for_graphs
+from experiments.learner import Learner, batches_of, context, counted, device_here, loss_of, on_device, room_for_graphs
 
-# Steps between two looks at the clock and at what was measured, for which the host waits.
-LOOK_STEPS = 10
+# Batches between two looks at the clock and at what was measured, for which the host waits.
+LOOK_BATCHES = 10
 _CHECKPOINT = "checkpoint.pt"
 
 
@@ -53,21 +54,28 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     few = _few(recipe, device)
     cost = flops(group, [size_of(learner.model) for learner in learners], teacher and size_of(teacher))
     tokens, batch_tokens = 0, recipe.global_batch * recipe.sequence_length
+    micro_batches = recipe.accumulation(1)
+    look_steps = max(1, LOOK_BATCHES // micro_batches)
     target: Logits | None = None
     with room_for_graphs(), token_progress(Console(stderr=True)) as progress:
         task = progress.add_task("", total=recipe.steps, completed=step, tokens=0)
         batches = batches_of(recipe, text, step, device)
         while step < recipe.steps and (going := _going(learners)):
-            if recipe.statistics_steps and step % recipe.statistics_steps < LOOK_STEPS:
+            if recipe.statistics_steps and step % recipe.statistics_steps < look_steps:
                 for learner in going:
                     learner.watch(few)
             start, before = time.perf_counter(), step
-            for batch in islice(batches, LOOK_STEPS):
-                if teacher is not None:
-                    # Where those of the first batch were: see Learner.step.
-                    target = logits(ask(teacher, context(batch)), instead_of=target)
+            for _ in range(min(look_steps, recipe.steps - step)):
+                *parts, last = islice(batches, micro_batches)
+                trained = counted((*parts, last))
+                for part in parts:
+                    target = _asked(teacher, part, target)
+                    for learner in going:
+                        learner.accumulate(part, target, trained)
+                target = _asked(teacher, last, target)
                 for learner in going:
-                    learner.step(batch, target)
+                    # Counted anew inside a step that is recorded, which a whole batch is.
+                    learner.step(last, target, trained if parts else None)
                 step += 1
             for learner in going:
                 learner.look()
@@ -77,7 +85,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
             tokens += (step - before) * batch_tokens * len(going)
             progress.update(task, completed=step, tokens=tokens)
             late = time.monotonic() > deadline
-            if step < recipe.steps and (late or step % recipe.save_steps < LOOK_STEPS):
+            if step < recipe.steps and (late or step % recipe.save_steps < look_steps):
                 _save(folder / _CHECKPOINT, learners, seconds, speeds, step)
                 for learner in learners:
                     runs.write_series(folder / learner.student.name, group, learner, environment)
@@ -109,6 +117,11 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
     took = duration(time.perf_counter() - begin)
     print(f"{group.name}: finished after {took}, {duration(seconds)} of training", flush=True)
     return True
+
+
+def _asked(teacher: PreTrainedModel | None, batch: dict[str, Tensor], before: Logits | None) -> Logits | None:
+    """Where those of the first batch were: see Learner.step."""
+    return None if teacher is None else logits(ask(teacher, context(batch)), instead_of=before)
 
 
 def _going(learners: Sequence[Learner]) -> list[Learner]:
@@ -144,7 +157,7 @@ def validate(
                 )
                 for i, model in enumerate(models):
                     with evaluating(model):
-                        loss = loss_of(model, batch, target, group.recipe, total=True)
+                        loss = loss_of(model, batch, target, group.recipe, tokens=1)
                     sums[i] += torch.tensor([float(loss.kd), float(loss.hard), float(loss.entropy), taught])
             for row, (kd, ce, entropy, taught) in zip(found, (sums / max(tokens, 1)).tolist(), strict=True):
                 if asked is not None:
@@ -154,9 +167,9 @@ def validate(
 
 
 def _held_out(recipe: Recipe, length: int) -> Iterator[dict[str, Tensor]]:
-    """In batches of as many tokens as in training."""
+    """In batches of as many tokens as a micro-batch of training."""
     text = TokenShards(recipe.data, length, "valid", recipe.documents)
-    size = max(1, recipe.global_batch * recipe.sequence_length // length)
+    size = max(1, recipe.micro_batch * recipe.sequence_length // length)
     return on_device(device_here(), Subset(text, range(min(len(text), recipe.valid_sequences))), size)
 
 

@@ -5,6 +5,7 @@ import math
 import resource
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from affine_attn.data.shards import TokenShards
 from affine_attn.data.tokenizer import train_tokenizer
 from affine_attn.distill.data import sequences
 from affine_attn.distill.run import run as distill
+from affine_attn.distill.teacher import ask, logits
 from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.kernels.epilogue import launch as epilogue
@@ -45,7 +47,7 @@ from experiments.bigram import bigram
 from experiments.data import prepare_split
 from experiments.plan import plan
 from tests.support.evaluation_sets import DOCUMENTS, TEXTS, write_sets
-from tests.support.tiny_runs import LENGTH, VOCAB, a_group, counting_shards, metrics, tiny
+from tests.support.tiny_runs import LENGTH, VOCAB, a_group, averages, counting_shards, metrics, tiny
 
 NAMES = ("softmax", "sink", "affine")
 
@@ -76,11 +78,12 @@ def trained(group: grid.Group, output: Path) -> dict[str, runs.Run]:
     return {run.folder.name: run for run in runs.read_runs(output)}
 
 
-def test_side_by_side_is_alone(recipe, tmp_path):
+@pytest.mark.parametrize(("names", "micro_batch"), [(("sink", "affine"), 4), (("affine",), 2)])
+def test_side_by_side_is_alone(recipe, tmp_path, names, micro_batch):
     """Bit by bit, and as the trainer for users has it."""
-    recipe = replace(recipe, steps=12)
-    together = trained(a_group(recipe, *NAMES), tmp_path / "together")
-    for name in ("sink", "affine"):
+    recipe = replace(recipe, steps=12, micro_batch=micro_batch)
+    together = trained(a_group(recipe, "softmax", *names), tmp_path / "together")
+    for name in names:
         (alone,) = trained(a_group(recipe, name), tmp_path / name).values()
         assert alone.series() == together[alone.folder.name].series()
         assert alone.valid == together[alone.folder.name].valid
@@ -97,6 +100,48 @@ def test_side_by_side_is_alone(recipe, tmp_path):
         assert alone.valid["ppl"] == pytest.approx(last["valid_perplexity"], rel=1e-6)
         assert alone.valid["entropy"] == pytest.approx(last["valid_entropy"], rel=1e-6)
         assert alone.valid["tokens"] == last["valid_tokens"]
+
+
+def test_micro_batches_are_the_batch(recipe, data):
+    """Losses, gradients and alpha's average, which moves once a step, of sequences with unequal numbers of labels."""
+    student = grid.Student(variant="affine", attention=variant("affine"), learning_rate=1e-2)
+    batches = list(islice(learner.batches_of(recipe, sequences(recipe), 0, torch.device("cpu")), 3))
+    teacher = AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=VOCAB)).requires_grad_(False)
+    whole, parted = (
+        learner.Learner(student, replace(recipe, micro_batch=size), torch.device("cpu")) for size in (4, 1)
+    )
+    seen: dict[int, list[torch.Tensor]] = {}
+    for one in (whole, parted):
+
+        def keep(*_: Any, one: learner.Learner = one) -> None:
+            seen[id(one)] = [p.grad.clone() for p in one.model.parameters() if p.grad is not None]
+
+        one.optimizer.register_step_pre_hook(keep)
+    for batch in batches:
+        alone = {name: tensor[:1] for name, tensor in batch.items()}
+        by_itself = learner.loss_of(parted.model.eval(), alone, asked(teacher, alone), recipe)
+        gradients = torch.autograd.grad(by_itself.loss, list(parted.model.train().parameters()))
+        before = averages(parted.model).clone()
+        whole.step(batch, asked(teacher, batch))
+        parts = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in range(4)]
+        assert len({int((part["shift_labels"] != -100).sum()) for part in parts}) > 1
+        for part in parts[:-1]:
+            parted.accumulate(part, asked(teacher, part), learner.counted(parts))
+        assert torch.equal(averages(parted.model), before)
+        parted.step(parts[-1], asked(teacher, parts[-1]), learner.counted(parts))
+        torch.testing.assert_close(averages(parted.model), averages(whole.model), rtol=1e-5, atol=1e-7)
+        assert not torch.equal(averages(parted.model), before)
+        for ours, theirs in zip(seen[id(parted)], seen[id(whole)], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        for one in (whole, parted):
+            one.look()
+        assert parted.rows[-1][:4] == pytest.approx(whole.rows[-1], rel=1e-5)
+        assert parted.rows[-1][4] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
+    assert len(parted.rows[-1]) == len(runs.COLUMNS)
+
+
+def asked(teacher: AffineAttnForCausalLM, batch: dict[str, torch.Tensor]) -> Any:
+    return logits(ask(teacher, learner.context(batch)))
 
 
 @pytest.mark.gpu
@@ -136,7 +181,9 @@ def test_decay_is_the_trainers(data, tmp_path):
 
 
 def test_time_limit_and_resume(recipe, tmp_path, monkeypatch):
-    """Stopped at every look at the clock and started again: the same numbers. What is finished is left alone."""
+    """Stopped at every look at the clock and started again: the same numbers, of micro-batches too. What is finished is
+    left alone."""
+    recipe = replace(recipe, micro_batch=2)
     group = a_group(recipe, "softmax", "affine")
     straight = trained(group, tmp_path / "straight")
     clock = iter(range(10**6))
@@ -147,7 +194,7 @@ def test_time_limit_and_resume(recipe, tmp_path, monkeypatch):
         assert not list(output.glob(f"*/*/{runs.RESULT}"))
         assert list(output.glob(f"*/*/{runs.METRICS}")), "series of a run under way are there too"
         assert calls < 10
-    assert calls == 2  # 24 steps, a look every 10
+    assert calls == 4  # 24 steps, a look every 10 micro-batches
     for run in runs.read_runs(output):
         assert run.series() == straight[run.folder.name].series()
         assert run.valid == straight[run.folder.name].valid
@@ -496,7 +543,8 @@ def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, mo
             side_by_side.train(own, carry_out._teacher(base), of_a / own.name, math.inf, {"commit": "0" * 40})
     place = ("run", "--data", str(data), "--teacher", str(teacher), "--output", str(of_a), "--commit", "0" * 40)
     monkeypatch.setattr(controls, "SIZES", dict.fromkeys(controls.SIZES, "nano"))
-    monkeypatch.setattr(controls, "EARLY", {"decay_steps": 0, "steps": 12})
+    monkeypatch.setattr(controls, "EARLY", {"decay_steps": 0, "steps": 12, "micro_batch": 2})
+    monkeypatch.setattr(controls, "LARGER", {"global_batch": 8, "steps": 4})
     for number in (1, 2, 3, 4, 5, 6, 7, 9):
         monkeypatch.setattr("sys.argv", ["experiments", *place, "--only", f"{number}-"])
         assert command.main() == 0
@@ -518,9 +566,58 @@ def test_every_control_from_one_command_to_its_table(data, teacher, tmp_path, mo
     written = report.write_report(of_a, tmp_path / "results", pages)
     assert {path.name for path in islice(written, 12 + len(pages))} >= {"controls.csv", "controls_summary.csv"}
     early = contrasts.early(found)
-    assert [row["n"] for row in early] == [2] * 7
+    assert [(row["students"], row["batch"]) for row in early] == [("0.5b", 4)] * 4 + [("0.5b", 8)] * 2 + [("1b", 4)] * 3
+    assert {(row["n"], row["diverged"]) for row in early} == {(2, 0)}
     assert all(math.isfinite(row["ratio from step 1"]) for row in early if row["variant"] != "softmax")
+    assert all(row["of a micro-batch"] > 0 for row in early)
+    # Twelve steps have some behind the very first ones, four have none.
+    assert [math.isfinite(row["noise in its square"]) for row in early] == [row["batch"] == 4 for row in early]
+    assert "| of a micro-batch |" in (tmp_path / "reproduction-controls-results.md").read_text()
     assert "Nothing has been run yet" not in (tmp_path / "reproduction-controls-results.md").read_text()
+
+
+def test_the_tables_of_one_seed_get_two_more_from_one_command(tmp_path, monkeypatch):
+    """Control 8 at toy size: tables C and D have intervals then, in their page too."""
+    from experiments import __main__ as command
+
+    own, vocabulary = counting_shards(tmp_path, held_out=30), 300
+    train_tokenizer(["\nThe special magic Oslo number is 1234567.\n"] * 20, vocabulary, own / shards.TOKENIZER)
+    teacher = AffineAttnForCausalLM(preset("nano", "softmax", vocab_size=vocabulary))
+    teacher.save_pretrained(tmp_path / "teacher")
+    toy = {"documents": False, "sequence_length": 256, "vocab_size": vocabulary, "statistics_steps": 0}
+    toy |= {"warmup_steps": 1, "decay_steps": 1, "steps": 4, "global_batch": 1, "micro_batch": 1}
+
+    def base(data: str, teacher: str) -> Any:
+        return tiny(Path(data), teacher=teacher, **toy)
+
+    monkeypatch.setattr(grid, "base_recipe", base)
+    monkeypatch.setattr(grid, "BEYOND", (2,))
+    monkeypatch.setattr(grid, "Needles", partial(grid.Needles, steps=3, haystacks=1))
+    output, place = tmp_path / "runs", (str(own), str(tmp_path / "teacher"))
+    for seed in (2, 3):
+        group = a_group(replace(base(*place), seed=seed), "affine", rate=grid.COMMON_RATE, name=f"a-seed{seed}")
+        assert carry_out.carry_out([replace(group, lengths=(256,))], output, math.inf, "f" * 40)
+    arguments = ("--data", place[0], "--teacher", place[1], "--output", str(output), "--commit", "f" * 40)
+    monkeypatch.setattr("sys.argv", ["experiments", "run", *arguments, "--only", "8-"])
+    assert command.main() == 0
+    found = list(runs.read_runs(output))
+    of_c = tables.summary(tables.table_c(found), ("kd_loss",), "affine")
+    assert [row["n"] for row in of_c] == [2] * 7
+    assert {row["variant"] for row in of_c} == {"affine", *(student.variant for student in grid.ablations(256))}
+    assert all(math.isfinite(row["kd_loss difference low"]) for row in of_c if row["variant"] != "affine")
+    of_d = tables.summary(tables.table_d(found), ("ce_256", "ce_512", "needle_512"), "rope")
+    slowest = 256 // grid.TURN
+    assert {(row["variant"], row["n"]) for row in of_d} == {(s.variant, 2) for s in grid.distances(256, slowest)}
+    assert all(math.isfinite(row[f"ce_{length} low"]) for row in of_d for length in (256, 512))
+    both = f"scale_invariant + affine, p-rope {slowest}"
+    (row,) = [row for row in of_d if row["variant"] == both]
+    loss = {(run.variant, run.seed): run.valid["ce_512"] for run in found if run.table == "d"}
+    assert row["ce_512 difference"] == pytest.approx(sum(loss[both, s] - loss["rope", s] for s in (2, 3)) / 2)
+    page = Path(shutil.copy(report.ROOT / "docs" / "reproduction-further.md", tmp_path))
+    assert page in islice(report.write_report(output, tmp_path / "results", [page]), 12)
+    text = page.read_text()
+    assert f"| {both} | 2 |" in text
+    assert "| affine, no beta | 2 |" in text
 
 
 def test_the_grid_still_knows_the_runs_that_were_made():

@@ -241,6 +241,22 @@ def test_the_lead_over_training(recipe, tmp_path):
     assert (best["lr"], best["551 to 600"]) == ("own best", 0.25)
 
 
+def test_noise_of_a_gradient_from_its_micro_batches():
+    """Of gradients that are made of a signal and noise, both of which are known."""
+    random, signal, noise, parts, size = np.random.default_rng(0), 3.0, 0.5, 4, 50
+    whole, micro = [], []
+    for _ in range(500):
+        gradients = signal / size**0.5 + noise * random.normal(size=(parts, size))
+        whole.append(float(np.linalg.norm(gradients.mean(0))))
+        micro.append(float(np.linalg.norm(gradients[0])))
+    run: Any = SimpleNamespace(
+        config={"recipe": {"global_batch": 8, "micro_batch": 2}},
+        series=lambda: {"grad_norm": whole, runs.MICRO_NORM: micro},
+    )
+    variance = size * noise**2 / parts
+    assert details.noise_share(run) == pytest.approx(variance / (signal**2 + variance), rel=0.03)
+
+
 def test_divergence_without_infinities(recipe, tmp_path):
     falling = list(np.linspace(8, 4, 600))
     a_folder(tmp_path, recipe, "softmax", 1, 1e-3, 4.0, losses=falling)

@@ -20,11 +20,11 @@ from experiments import grid
 VOCAB, LENGTH = 64, 16
 
 
-def counting_shards(folder: Path, seed: int = 0) -> Path:
+def counting_shards(folder: Path, seed: int = 0, held_out: int = 12) -> Path:
     """Documents of counting tokens: easy to learn, of lengths that put boundaries inside sequences, and the same on
     every machine, whatever its libraries' random numbers."""
     parts = {}
-    for split, documents in (("train", range(120)), ("valid", range(120, 132))):
+    for split, documents in (("train", range(120)), ("valid", range(120, 120 + held_out))):
         writer = shards.ShardWriter(folder, f"{split}-00000", np.dtype("<u2"))
         for i in documents:
             start, length = (37 * i + seed) % (VOCAB - 1), 5 + 11 * i % 35
