@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from experiments.compare import Interval, holm, paired
+from experiments.compare import Interval, holm, outcome, paired
 from experiments.runs import Run
 from experiments.tables import Row, accuracies, best_rate, by_setting, interval_columns, noise_floor
 
@@ -98,12 +98,10 @@ def judged(runs: Sequence[Run], noise: Sequence[Row]) -> list[Row]:
 
 
 def verdict(difference: Interval, is_lower: bool) -> str:
-    if difference.n < 2:
-        return "one seed"
-    if difference.low <= 0 <= difference.high:
-        return "open"
-    found = "agrees" if (difference.high < 0) == is_lower else "contradicts"
-    return found if difference.n >= MANY_SEEDS else f"{found}, {difference.n} seeds"
+    word = outcome(difference, is_lower)
+    if word not in (decided := {"better": "agrees", "worse": "contradicts"}):
+        return word
+    return decided[word] if difference.n >= MANY_SEEDS else f"{decided[word]}, {difference.n} seeds"
 
 
 def _pairs(claim: Claim, runs: Sequence[Run]) -> Iterator[tuple[float | str, dict[int, float], dict[int, float]]]:

@@ -42,6 +42,15 @@ def paired(values: dict[int, float], baseline: dict[int, float]) -> Paired:
     return Paired(interval([a - b for a, b in zip(mine, theirs, strict=True)]), p)
 
 
+def outcome(difference: Interval, is_lower: bool = True) -> str:
+    """What the interval of a difference decides; ``is_lower``: less is better."""
+    if difference.n < 2:
+        return "one seed" if difference.n else "not run"
+    if difference.low <= 0 <= difference.high:
+        return "open"
+    return "better" if (difference.high < 0) == is_lower else "worse"
+
+
 def welch(values: Sequence[float], baseline: Sequence[float]) -> float:
     """The two-sided p of Welch's t-test: as if nothing paired the seeds."""
     if min(len(values), len(baseline)) < 2:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from affine_attn.runs.series import STEPS, gradient_statistics
 from experiments import controls
-from experiments.compare import holm, interval, paired, welch
+from experiments.compare import holm, interval, outcome, paired, welch
 from experiments.controls import BEST, HEADWISE, HIGHER_RATE, IDENTITY, LEARNED, LOWER_RATE, NO_BETA, UNDECAYED
 from experiments.details import noise_share, spikes
-from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SMALL, SWEPT_RATE
+from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
 from experiments.runs import MICRO_NORM, Run
-from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, by_setting, gradient_variance, interval_columns
+from experiments.tables import LATER, SEVERAL_SEEDS, Row, best_rate, gradient_variance, interval_columns
 
 SCALES = (controls.HALF, controls.ROOT_HALF, LEARNED, IDENTITY)
 TABLE_RATES = (COMMON_RATE, SWEPT_RATE, PAPER_RATE, HIGH_RATE)
@@ -214,38 +214,13 @@ def shares(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def small(runs: Sequence[Run]) -> list[Row]:
-    """The same questions to the demo's students: each variant against softmax, and affine against each, by rate."""
-    at = by_setting([run for run in runs if run.table == SMALL], lambda run: run.valid.get("kd"))
-    rows = []
-    for variant, rate in sorted(at, key=lambda key: key[1]):
-        values = at[variant, rate]
-        row: Row = {"variant": variant, "lr": rate, "n": len(values), "loss": interval(list(values.values())).mean}
-        for baseline, other, name in (
-            ("softmax", variant, "against softmax"),
-            (variant, "affine", "affine against it"),
-        ):
-            if baseline != other and (other, rate) in at and (baseline, rate) in at:
-                difference, p = paired(at[other, rate], at[baseline, rate])
-                row |= interval_columns(name, difference) | {f"p of {name}": p}
-        rows.append(row)
-    return rows
-
-
-def outcome(low: float, high: float, n: int) -> str:
-    """Of an interval of differences of something that should be small."""
-    if n < 2:
-        return "one seed" if n else "not run"
-    return "better" if high < 0 else "worse" if low > 0 else "open"
-
-
 def _row(comparison: Comparison, measured: dict) -> Row:
     of = comparison.variant, comparison.baseline, *(comparison.less or ())
     row: Row = {"control": comparison.control, "comparison": str(comparison), "primary": comparison.is_primary}
     found = [_seeds(setting, measured) for setting in of]
     row["lr"] = _rates(comparison, found)
     if not all(found):
-        return row | {"n": 0, "difference": math.nan, "p": math.nan, "outcome": outcome(math.nan, math.nan, 0)}
+        return row | {"n": 0, "difference": math.nan, "p": math.nan, "outcome": outcome(interval([]))}
     seeds = [values for _, values in found]  # pyright: ignore
     shared = sorted(set.intersection(*map(set, seeds)))
     first, second = (_difference(seeds[i : i + 2], shared) for i in (0, 2))
@@ -254,7 +229,7 @@ def _row(comparison: Comparison, measured: dict) -> Row:
     # Of a change of a difference there are no two groups to tell apart.
     unpaired = welch(list(seeds[0].values()), list(seeds[1].values())) if comparison.less is None else math.nan
     row |= {"n": difference.n} | interval_columns("difference", difference) | {"p": p, "p Welch": unpaired}
-    return row | {"outcome": outcome(difference.low, difference.high, difference.n)}
+    return row | {"outcome": outcome(difference)}
 
 
 def _difference(pair: Sequence[Seeds], shared: Sequence[int]) -> Seeds:

@@ -11,7 +11,7 @@ from typing import Any
 
 from affine_attn.runs.files import write_text
 from benchmarks.readme import rewrite
-from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, tables
+from experiments import claims, contrasts, details, figures, grid, headlines, larger, page, small, tables
 from experiments.grid import SMALL
 from experiments.runs import Run, read_runs
 from experiments.tables import Row
@@ -56,7 +56,7 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
     shown |= {"variances": contrasts.variances(runs), "leads": details.leads(of_a), "spread": details.spread(of_a)}
     shown |= {"steadiness": details.steadiness(of_a), "headlines": headlines.rows(of_a)}
-    shown |= {"small": contrasts.small(runs), "early": contrasts.early(runs)}
+    shown |= {"small": small.rows(runs), "early": contrasts.early(runs)}
     shown |= {"larger": larger.cost(), "resolution": larger.resolution(of_a)}
     del shown["controls"]
     parts = {name: markdown(rows) or _NOT_RUN for name, rows in shown.items()}
@@ -64,7 +64,9 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     parts["table_a"] = "\n\n".join(part for part in (parts["table_a"], markdown(judges)) if part)
     parts |= {f"control_{n}": _control(compared, n) for n in sorted({row["control"] for row in compared})}
     parts["runs"] = cost([run for run in runs if run.table != SMALL])
-    parts["small_runs"] = cost([run for run in runs if run.table == SMALL])
+    of_small = [run for run in runs if run.table == SMALL]
+    parts["small_runs"] = f"{cost(of_small)} {small.coverage(runs)}" if of_small else _NOT_RUN
+    parts["small_says"] = "\n".join(f"- {sentence}" for sentence in small.says(runs)) or _NOT_RUN
     parts["reproduction"] = _short(summaries, floor)
     said = [f"- {sentence}" for sentence in headlines.summary(runs)]
     parts["summary"], parts["six_lines"] = ("\n".join(lines) or _NOT_RUN for lines in (said, said[:6]))

@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+import subprocess
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -40,6 +41,7 @@ from experiments import (
     report,
     runs,
     side_by_side,
+    small,
     tables,
     zero_shot,
 )
@@ -620,15 +622,58 @@ def test_the_tables_of_one_seed_get_two_more_from_one_command(tmp_path, monkeypa
     assert "| affine, no beta | 2 |" in text
 
 
+def test_a_part_of_the_small_controls_is_a_page_that_says_so(data, teacher, tmp_path, monkeypatch):
+    """One seed and a part of the next, collected by the commands of the manual."""
+    from experiments import __main__ as command
+
+    monkeypatch.setattr(controls, "SMALL_SEEDS", (1, 2))
+    monkeypatch.setattr(controls, "SMALL_RATES", (2e-3,))
+    toy = tiny(data, teacher=str(teacher), documents=False, statistics_steps=0, steps=4, warmup_steps=1, decay_steps=1)
+    monkeypatch.setattr(controls, "small_recipe", lambda data, teacher: toy)
+    monkeypatch.chdir(tmp_path)
+    write, written = runs.write_result, []
+
+    def killed(folder: Path, *others: Any) -> None:
+        written.append(folder)
+        if len(written) > 13:
+            raise KeyboardInterrupt
+        write(folder, *others)
+
+    monkeypatch.setattr(runs, "write_result", killed)
+    arguments = ("--data", str(data), "--teacher", str(teacher), "--commit", "f" * 40)
+    monkeypatch.setattr("sys.argv", ["experiments", "run", "--small", *arguments])
+    assert command.main() == 130
+    manual = (report.ROOT / "docs" / "reproduction-how.md").read_text().split("pages say how many seeds")[1]
+    collect = [line.strip() for line in manual.splitlines() if line.startswith("    ")][:3]
+    subprocess.run(["bash", "-euc", "\n".join(collect)], check=True)
+    results = Path("experiments/results")
+    assert len(list(results.rglob(runs.CONFIG))) == 13
+    kept = {path.name for path in results.rglob("*") if path.is_file()}
+    assert kept == {runs.CONFIG, runs.ENVIRONMENT, runs.METRICS, runs.STATISTICS, runs.RESULT}
+    page = Path(shutil.copy(report.ROOT / "docs" / "reproduction-controls-cpu.md", tmp_path))
+    assert page in islice(report.write_report(results / "runs", results, [page]), 12)
+    text = page.read_text()
+    assert "13 finished runs of 13" in text
+    assert "1 of 2 seeds are complete (1); in part there: 2 (2 of 11 runs)." in text
+    assert "| affine against it:" in text
+    found = list(runs.read_runs(results / "runs"))
+    by_variant = {row["variant"]: row for row in small.rows(found)}
+    assert {name: row["n"] for name, row in by_variant.items() if row["n"] > 1} == {"softmax": 2, "affine": 2}
+    assert len(by_variant) == 11
+    loss = {(run.variant, run.seed): run.valid["kd"] for run in found}
+    by_hand = loss["affine", 1] - loss[controls.HALF, 1]
+    assert by_variant[controls.HALF]["affine against it"] == pytest.approx(by_hand)
+    monkeypatch.setattr(controls, "SMALL_SEEDS", (1, 2, 3, 4))
+    assert small.coverage(found).endswith("; not run: 2 (3, 4).")
+
+
 def test_the_grid_still_knows_the_runs_that_were_made():
     """A student that changes needs another name, or its finished run would be refused."""
     results, recipe = report.ROOT / "experiments" / "results" / "runs", grid.base_recipe("data", "teacher")
     made = {folder.parent for folder in results.glob("*/*/result.json")}
-    known = {
-        results / group.name / student.name: (group, student)
-        for group in grid.groups(recipe) + controls.groups(recipe)
-        for student in group.students
-    }
+    small = controls.small_groups(controls.small_recipe("data", "teacher"))
+    every = grid.groups(recipe) + controls.groups(recipe) + small
+    known = {results / group.name / student.name: (group, student) for group in every for student in group.students}
     assert made <= set(known)
     assert all(runs.is_finished(folder, *known[folder]) for folder in made)
     assert all(grid.Student.from_dict(student.to_dict()) == student for _, student in known.values())

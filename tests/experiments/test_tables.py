@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import claims, compare, details, figures, report, runs, tables
+from experiments import claims, compare, controls, details, figures, report, runs, small, tables
 from tests.support.tiny_runs import a_group, tiny
 
 MARK = "python -m experiments tables"
@@ -203,6 +203,23 @@ def test_verdicts(low, high, n, expected):
     assert claims.verdict(difference, True) == expected
     opposite = {"agrees": "contradicts", "contradicts": "agrees", "agrees, 3 seeds": "contradicts, 3 seeds"}
     assert claims.verdict(difference, False) == opposite.get(expected, expected)
+
+
+def test_what_the_small_controls_say():
+    """By the rule: a scale that affine is not better than, with half of its gain at least."""
+    found: Any = []
+    for seed in range(1, 6):
+        loss = 3.5 + 0.1 * seed
+        gains = {"softmax": 0.0, "affine": 0.1 + 0.001 * seed, controls.HALF: 0.095 + 0.01 * (-1) ** seed}
+        for name, gain in (gains | {controls.LEARNED: 0.02 + 0.001 * seed}).items():
+            for rate, lead in ((2e-3, gain), (6e-3, gain if name == "affine" else 0.0)):
+                about = {"table": "small", "variant": name, "rate": rate, "seed": seed}
+                found.append(SimpleNamespace(**about, valid={"kd": loss - lead}))
+    first, second = small.says(found)
+    assert first.startswith("**At 0.002**, affine against softmax: better (-0.103 [")
+    assert "it is the output scale: affine is not better than softmax x 0.5 (90 %" in first
+    assert "leaves it open" in second  # it is better than two of them, and two were not run
+    assert "With norms on q and k in both: not run." in second
 
 
 def test_no_row_hides_behind_the_noise_floor(recipe, tmp_path):
