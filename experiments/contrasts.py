@@ -214,6 +214,11 @@ def shares(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def is_level(word: str, share: float) -> bool:
+    """The rule of control 1: affine is not better than a scale, which has at least half of affine's gain."""
+    return word in ("open", "worse") and share >= 0.5
+
+
 def _row(comparison: Comparison, measured: dict) -> Row:
     of = comparison.variant, comparison.baseline, *(comparison.less or ())
     row: Row = {"control": comparison.control, "comparison": str(comparison), "primary": comparison.is_primary}

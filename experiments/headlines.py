@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from experiments import claims, contrasts, details
 from experiments.claims import BEST, Claim
-from experiments.compare import Interval, paired
+from experiments.compare import Interval, outcome, paired
 from experiments.controls import HALF, LEARNED
 from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
 from experiments.runs import Run
@@ -16,24 +16,23 @@ _DOUBTS = {
     ("loss", "affine", "sink"): "weight decay acted on these sinks",
     ("loss", "affine_gated", "gated"): "three seeds",
     ("variance of gradient norms", "affine", "softmax"): "most of it lies in the first ten steps",
-    ("coefficient of variation", "affine", "softmax"): "behind the warmup it is the other way at three of four rates",
-    ("spikes, k = 9", "affine", "softmax"): "by a threshold common to both, affine has fewer at the paper's rate",
+    ("coefficient of variation", "affine", "softmax"): "which steps are counted decides its sign",
+    ("spikes, k = 9", "affine", "softmax"): "whose threshold is taken decides its sign",
     ("zero-shot accuracy, points", "affine", "softmax"): "one seed, and the questions alone err by as much",
 }
-
-
-# The same runs say both, see details.steadiness.
-_UNSETTLED = ("coefficient of variation", "spikes, k = 9")
+# Columns of details.steadiness with the same claim by another definition.
+_OTHERWISE = {"coefficient of variation": "cv from step 101", "spikes, k = 9": "spikes, softmax's threshold"}
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
     """A row per claim: at the paper's rate, and with each variant at its own best rate for the loss."""
     found = []
     loss = by_setting(runs, lambda run: run.valid.get("kd"))
+    steady = next((row for row in details.steadiness(runs) if row["lr"] == PAPER_RATE), {})
     for claim in claims.CLAIMS:
         at = by_setting(runs, claim.value)
         row: Row = {"claim": f"{claim.of}, {claim.variant} against {claim.baseline}", "paper": claim.paper}
-        verdicts = []
+        verdicts = {}
         for name, both in (("at the paper's rate", (PAPER_RATE, PAPER_RATE)), ("at own best", _best(claim, loss))):
             values, baseline = (
                 {} if rate is None else at.get((variant, rate), {})
@@ -41,12 +40,23 @@ def rows(runs: Sequence[Run]) -> list[Row]:
             )
             difference = paired(values, baseline).difference
             row[name] = _shown(difference, claim.is_ratio)
-            verdicts.append(f"{name}: {_word(difference, claim.is_lower)}" if difference.n else "")
-        row["verdict"] = "; ".join(verdict for verdict in verdicts if verdict) or "not measured at these rates"
-        if claim.of in _UNSETTLED:
-            row["verdict"] = "no result: its sign depends on the definition"
+            if difference.n:
+                verdicts[name] = _word(difference, claim.is_lower)
+        row["verdict"] = "; ".join(f"{name}: {word}" for name, word in verdicts.items())
+        column, first = _OTHERWISE.get(claim.of), outcome(_at_paper(claim, at), claim.is_lower)
+        if column in steady:
+            mean, low, high = (steady[column + end] for end in ("", " low", " high"))
+            other = outcome(Interval(mean, low, high, steady["n"]), claim.is_lower)
+            if {first, other} == {"better", "worse"}:
+                row["verdict"] = f"no result: {first} as the paper counts, {other} by another definition"
+        row["verdict"] = row["verdict"] or "not measured at these rates"
         found.append(row | {"main doubt": _DOUBTS[claim.of, claim.variant, claim.baseline]})
     return found
+
+
+def _at_paper(claim: Claim, at: dict) -> Interval:
+    values, baseline = (at.get((variant, PAPER_RATE), {}) for variant in (claim.variant, claim.baseline))
+    return paired(values, baseline).difference
 
 
 def _best(claim: Claim, loss: dict) -> tuple[float | None, float | None]:
@@ -56,14 +66,11 @@ def _best(claim: Claim, loss: dict) -> tuple[float | None, float | None]:
     return first, second
 
 
-def _word(difference: Interval, is_lower: bool) -> str:
+def _word(difference: Interval, is_lower: bool = True) -> str:
     """Of the claim's variant against its baseline."""
-    if difference.n < 2:
-        return "one seed"
-    if difference.low <= 0 <= difference.high:
-        return "open"
-    word = "better" if (difference.high < 0) == is_lower else "worse"
-    return word if difference.n >= claims.MANY_SEEDS else f"{word} ({difference.n} seeds)"
+    word = outcome(difference, is_lower)
+    is_few = word in ("better", "worse") and difference.n < claims.MANY_SEEDS
+    return f"{word} ({difference.n} seeds)" if is_few else word
 
 
 def _shown(difference: Interval, is_ratio: bool) -> str:
@@ -82,79 +89,116 @@ def summary(runs: Sequence[Run]) -> list[str]:
     if not {BASELINE, "sink", "affine", "gated", "affine_gated"} <= {variant for variant, _ in kd}:
         return []
 
-    def against(variant: str, baseline: str, *rates: float) -> tuple[str, str]:
-        """The difference, and in how many of how many seeds it has its sign."""
+    def difference(variant: str, baseline: str, *rates: float) -> Interval:
+        mine, theirs = (rates * 2)[:2] if rates else (best_rate(variant, kd), best_rate(baseline, kd))
+        return paired(kd.get((variant, mine), {}), kd.get((baseline, theirs), {})).difference
+
+    def against(where: str, variant: str, baseline: str, *rates: float) -> str:
+        """The difference, what its interval decides, and in how many seeds it has that sign."""
         mine, theirs = (rates * 2)[:2] if rates else (best_rate(variant, kd), best_rate(baseline, kd))
         values, others = kd.get((variant, mine), {}), kd.get((baseline, theirs), {})
         found = paired(values, others).difference
-        signs = [(values[seed] - others[seed]) * found.mean > 0 for seed in values.keys() & others.keys()]
-        return _shown(found, is_ratio=False), f"in {sum(signs)} of {len(signs)} seeds"
+        same = [(values[seed] - others[seed]) * found.mean > 0 for seed in values.keys() & others.keys()]
+        seeds = f", in {sum(same)} of {len(same)} seeds" if outcome(found) in ("better", "worse") else ""
+        return f"{_shown(found, is_ratio=False)} {where} ({outcome(found)}{seeds})"
 
-    def ratio(rate: float) -> str:
-        both = variance.get(("affine", rate), {}), variance.get((BASELINE, rate), {})
-        return _shown(paired(*both).difference, is_ratio=True)
+    def ratio(rate: float, where: str) -> str:
+        found = paired(variance.get(("affine", rate), {}), variance.get((BASELINE, rate), {})).difference
+        return f"{_shown(found, is_ratio=True)} {where}, {_word(found)}"
 
-    top, sink_at_paper = against("affine", BASELINE), against("affine", "sink", PAPER_RATE)
-    worse, times, pairs = details.stacked(of_a)
+    stacked, times, pairs = details.stacked(of_a)
     leads = {row["lr"]: row for row in details.leads(of_a)}
     steady = {row["lr"]: row for row in details.steadiness(of_a)}
     spreads = {row["variant"]: row for row in details.spread(of_a)}
     low, best = leads[f"{PAPER_RATE:g}"], leads[BEST]
-    early, late = ([name for name in low if " to " in name][place] for place in (0, -1))
-    swept, common = f"at {SWEPT_RATE:g}", f"at {COMMON_RATE:g}"
+    times_of_training = [name for name in low if " to " in name]
+    early, late = times_of_training[0], times_of_training[-1]
+    is_shrinking = abs(best[late]) < abs(best[times_of_training[-2]])
+    rates = sorted({rate for _, rate in kd})
     error = details.accuracy_error(of_a)
-    paper, high = f"{PAPER_RATE:g}", f"{HIGH_RATE:g}"
-    gated, early_share = against("gated", BASELINE), _percent(steady[PAPER_RATE]["of the first ten steps"])
-    spread, spread_of_softmax = (
-        [f"{spreads[variant][f'at {rate:g}']:.2g}" for rate in (PAPER_RATE, SWEPT_RATE, COMMON_RATE)]
-        for variant in ("affine", BASELINE)
-    )
+    higher = [difference("affine", BASELINE, rate) for rate in (SWEPT_RATE, COMMON_RATE)]
+    above = {
+        variant: difference(variant, variant, HIGH_RATE, best_rate(variant, kd)).mean
+        for variant in dict.fromkeys(variant for variant, _ in kd)
+        if (variant, HIGH_RATE) in kd
+    }
+    decided = [
+        f"{variant} at {rate:g}: {outcome(found)}"
+        for variant in ("sink", "off_by_one")
+        for rate in rates
+        if outcome(found := difference(variant, BASELINE, rate)) in ("better", "worse")
+    ]
+    spread = {
+        rate: [spreads[variant][f"at {rate:g}"] for variant in ("affine", BASELINE)]
+        for rate in (PAPER_RATE, SWEPT_RATE, COMMON_RATE)
+    }
+    is_steadier = all(affine < softmax for affine, softmax in spread.values())
+    unsettled = [row["claim"].split(",")[0] for row in rows(of_a) if row["verdict"].startswith("no result")]
     return [
-        f"**At the paper's rate, {paper}, affine does not lower the loss**: "
-        f"{against('affine', BASELINE, PAPER_RATE)[0]} against softmax (open), and {sink_at_paper[0]} against sink: "
-        f"worse {sink_at_paper[1]}.",
-        f"**At higher rates it does**: {against('affine', BASELINE, SWEPT_RATE)[0]} {swept} and "
-        f"{against('affine', BASELINE, COMMON_RATE)[0]} {common}; with each at its own best, {top[0]}, {top[1]}. "
-        f"At {high} softmax, sink and off-by-one end far above their best; affine and gates bear it (three seeds).",
-        f"**An elementwise gate does more**: {gated[0]} at own best, {gated[1]}. Affine on top of it makes it worse by "
-        f"{worse.mean:.3g} [{worse.low:.3g}, {worse.high:.3g}] at rates up to {COMMON_RATE:g}, "
-        f"in {times} of {pairs} pairs.",
+        f"**At the paper's rate, {PAPER_RATE:g}, {_effect('affine', difference('affine', BASELINE, PAPER_RATE))}**: "
+        f"{against('against softmax', 'affine', BASELINE, PAPER_RATE)}, and "
+        f"{against('against sink', 'affine', 'sink', PAPER_RATE)}.",
+        f"**At higher rates {_effect('it', *higher)}**: "
+        f"{against(f'at {SWEPT_RATE:g}', 'affine', BASELINE, SWEPT_RATE)} and "
+        f"{against(f'at {COMMON_RATE:g}', 'affine', BASELINE, COMMON_RATE)}; "
+        f"{against('with each at its own best', 'affine', BASELINE)}. "
+        f"From its own best rate to {HIGH_RATE:g} a loss rises by: "
+        f"{', '.join(f'{name} {rise:.2g}' for name, rise in above.items())}.",
+        f"**At own best {_effect('an elementwise gate', difference('gated', BASELINE))}**: "
+        f"{against('against softmax', 'gated', BASELINE)} and {against('against affine', 'gated', 'affine')}. Affine "
+        f"on top of the gate, at rates up to {COMMON_RATE:g}: {_shown(stacked, is_ratio=False)} against the gate alone "
+        f"({outcome(stacked)}, in {times} of {pairs} pairs).",
         _why(runs, details.share_of_norms(runs)),
-        f"**The lead is one of early training and was still shrinking when runs ended**: at the paper's rate from "
-        f"{low[early]:.3g} (steps {early}) to {low[late]:+.3g} (steps {late}), on the other side of zero from "
-        f"step {low['keeps its sign from step']} on; at own best from {best[early]:.3g} to {best[late]:.3g}.",
-        f"**The variance of gradient norms is lower at the paper's rate**, {ratio(PAPER_RATE)} of softmax's, as the "
-        f"paper says; {early_share} of the difference are the first ten steps. {swept.capitalize()} it is "
-        f"{ratio(SWEPT_RATE)}, {common} {ratio(COMMON_RATE)}, at {high} {ratio(HIGH_RATE)} (three seeds).",
-        f"**Seeds differ less with affine**: a standard deviation of the loss of {spread[1]} {swept} and "
-        f"{spread[2]} {common}, where softmax has {spread_of_softmax[1]} and {spread_of_softmax[2]}; at the paper's "
-        f"rate {spread[0]} and {spread_of_softmax[0]}.",
-        "**Sink and off-by-one** do not differ from softmax in loss at any rate by an interval that leaves out zero.",
-        "**Steadiness relative to the mean, and spikes, are no results**: the sign of both depends on where one begins "
-        "to count and on whose threshold ([table](reproduction-gradients.md#what-the-sign-depends-on)).",
+        f"**Affine's lead at own best was {'still' if is_shrinking else 'not'} shrinking when runs ended**: from "
+        f"{best[early]:.3g} (steps {early}) to {best[late]:.3g} (steps {late}). At the paper's rate it went from "
+        f"{low[early]:.3g} (steps {early}) to {low[late]:+.3g} (steps {late}), on the other side of zero from step "
+        f"{low['keeps its sign from step']} on.",
+        f"**The variance of gradient norms, affine's to softmax's**, which the paper has below one: "
+        f"{ratio(PAPER_RATE, 'at its rate')}, where {_percent(steady[PAPER_RATE]['of the first ten steps'])} of the "
+        f"difference are the first ten steps; {'; '.join(ratio(rate, f'at {rate:g}') for rate in rates[1:])}.",
+        f"**Seeds differ {'less' if is_steadier else 'as much'} with affine**: the standard deviation of its loss, and "
+        f"softmax's, is {'; '.join(f'{a:.2g} and {s:.2g} at {rate:g}' for rate, (a, s) in spread.items())}.",
+        f"**Sink and off-by-one against softmax**, by rate: {', '.join(decided) or 'open at all of them'}.",
+        f"**No results** are {' and '.join(unsettled) or 'none of the claims'}: their sign depends on where one begins "
+        "to count, or on whose threshold ([table](reproduction-gradients.md#what-the-sign-depends-on)).",
         f"**Accuracies** are of one seed, and between two students the questions alone make a standard error of "
         f"{'' if error is None else f'{error:.1f}'} points: nothing follows.",
     ]
 
 
+def _effect(subject: str, *differences: Interval) -> str:
+    """What intervals of losses say, if they agree."""
+    words = {outcome(difference) for difference in differences}
+    if words == {"better"}:
+        return f"{subject} lowers the loss"
+    return f"{subject} raises the loss" if words == {"worse"} else f"whether {subject} lowers the loss is open"
+
+
 def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
     """What the controls say so far."""
     norms = (
-        "" if share_of_norms is None else f"; in one seed norms on q and k alone have {_percent(share_of_norms)} of it"
+        ""
+        if share_of_norms is None
+        else f" Norms on q and k alone have {_percent(share_of_norms)} of affine's gain in cross-entropy, in one seed."
     )
-    shares = {row["variant"]: row for row in contrasts.shares(runs) if row["lr"] == COMMON_RATE}
-    if LEARNED not in shares:
-        return f"**Why affine is ahead is open**: it halves the output of attention at the start{norms}."
+    shares = {row["variant"]: row["share"] for row in contrasts.shares(runs) if row["lr"] == COMMON_RATE}
+    if not shares.keys() >= {LEARNED, HALF}:
+        return f"**Why affine is ahead is open**: it halves the output of attention at the start.{norms}"
     compared = {row["comparison"]: row for row in contrasts.losses(runs) if row["lr"] == f"{COMMON_RATE:g}"}
+    level = [
+        name
+        for name, share in shares.items()
+        if contrasts.is_level(compared[f"affine against {name}"]["outcome"], share)
+    ]
     row = compared[f"affine against {LEARNED}"]
     left = f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}], {row['n']} seeds"
-    learned, half = (_percent(shares[name]["share"]) for name in (LEARNED, HALF))
     ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
+    heading = f"a scale of the output does {'what affine does' if level else 'less than affine'}"
     return (
-        f"**At {COMMON_RATE:g} a constant does nearly all that affine does there**: the output of softmax times one "
-        f"learned number per head has {learned} of affine's gain on softmax, times a fixed 0.5 {half}; affine against "
-        f"the learned number is {left} ({row['outcome']}){norms}. "
-        f"Controls that have been run, at least in part: {', '.join(ran)}."
+        f"**At {COMMON_RATE:g} {heading}**, by the rule of control 1 for one rate ({', '.join(level) or 'no other'}): "
+        f"the output of softmax times one learned number per head has {_percent(shares[LEARNED])} of affine's gain on "
+        f"softmax, times a fixed 0.5 {_percent(shares[HALF])}; affine against the learned number is {left} "
+        f"({row['outcome']}).{norms} Controls that have been run, at least in part: {', '.join(ran)}."
     )
 
 

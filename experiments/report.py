@@ -19,6 +19,7 @@ from experiments.tables import Row
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("reproduction*.md")))
 _MARK = re.compile(r"<!-- (\w+): python -m experiments tables -->")
+_SHORT = 7  # characters of a commit; the CSV files have all
 _NOT_RUN = "Nothing has been run yet."
 
 
@@ -120,11 +121,12 @@ def cost(runs: Sequence[Run]) -> str:
     tokens = sum(_tokens(run) for run in finished)
     about = [run.environment() for run in runs]
     devices, commits, torch = (
-        ", ".join(sorted({str(entry.get(name)) for entry in about})) for name in ("device", "commit", "torch")
+        ", ".join(sorted({str(entry.get(name))[:length] for entry in about}))
+        for name, length in (("device", None), ("commit", _SHORT), ("torch", None))
     )
     return (
         f"{len(finished)} finished runs of {len(runs)}, {tokens / 1e6:,.1f}M tokens, "
-        f"{minutes:.1f} minutes of {devices} (training alone); torch {torch}; commit {commits}."
+        f"{minutes:.1f} minutes of {devices} (training alone); torch {torch}; commits {commits}."
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from experiments import controls
 from experiments.compare import Interval, interval, outcome, paired
-from experiments.contrasts import SCALES
+from experiments.contrasts import SCALES, is_level
 from experiments.controls import HEADWISE, NO_BETA, NORMED
 from experiments.grid import SMALL
 from experiments.runs import Run
@@ -83,15 +83,14 @@ def _scale(against: Callable[[str, str], Interval], lead: Interval) -> str:
     """The rule of control 1."""
     if outcome(lead) != "better":
         return "So there is no lead that a scale could explain."
-    level = {
-        name: against(name, BASELINE).mean / lead.mean
-        for name in SCALES
-        if outcome(against(AFFINE, name)) in ("open", "worse")
-    }
-    enough = [f"{name} ({100 * share:.0f} % of its gain)" for name, share in level.items() if share >= 0.5]
-    if enough:
-        return f"By the rule of control 1 it is the output scale: affine is not better than {', '.join(enough)}."
-    if all(outcome(against(AFFINE, name)) == "better" for name in SCALES):
+    words = {name: outcome(against(AFFINE, name)) for name in SCALES}
+    shares = {name: against(name, BASELINE).mean / lead.mean for name in SCALES}
+    level = [
+        f"{name} ({100 * shares[name]:.0f} % of its gain)" for name in SCALES if is_level(words[name], shares[name])
+    ]
+    if level:
+        return f"By the rule of control 1 it is the output scale: affine is not better than {', '.join(level)}."
+    if set(words.values()) == {"better"}:
         return "By the rule of control 1 it is not the output scale: affine is better than all four."
     return "The rule of control 1 leaves it open."
 

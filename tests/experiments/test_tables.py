@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import claims, compare, controls, details, figures, report, runs, small, tables
+from experiments import claims, compare, controls, details, figures, headlines, report, runs, small, tables
 from tests.support.tiny_runs import a_group, tiny
 
 MARK = "python -m experiments tables"
@@ -220,6 +220,25 @@ def test_what_the_small_controls_say():
     assert "it is the output scale: affine is not better than softmax x 0.5 (90 %" in first
     assert "leaves it open" in second  # it is better than two of them, and two were not run
     assert "With norms on q and k in both: not run." in second
+
+
+@pytest.mark.parametrize(("shift", "word"), [(-0.1, "better"), (0.1, "worse"), (None, "open")])
+def test_words_of_the_page_follow_from_intervals(recipe, tmp_path, shift, word):
+    """Of losses, and of a measure whose two definitions contradict each other or agree."""
+    plain, calm, restless = [1.0, 3.0] * 300, [1.9, 2.1] * 300, [25.0, 1.0] * 10
+    for seed in range(1, 6):
+        lead = shift or 0.1 * (-1) ** seed
+        a_folder(tmp_path, recipe, "softmax", seed, 1e-3, 4.0 + 0.1 * seed, norms=plain)
+        norms = calm if shift is None else restless + calm[20:]
+        a_folder(tmp_path, recipe, "affine", seed, 1e-3, 4.0 + 0.1 * seed + lead, norms=norms)
+    verdicts = {row["claim"]: row["verdict"] for row in headlines.rows(list(runs.read_runs(tmp_path)))}
+    assert verdicts["loss, affine against softmax"] == f"at the paper's rate: {word}; at own best: {word}"
+    steady = verdicts["coefficient of variation, affine against softmax"]
+    unsettled = "no result: worse as the paper counts, better by another definition"
+    assert steady == ("at the paper's rate: better; at own best: better" if shift is None else unsettled)
+    said = {"better": "it lowers the loss", "worse": "it raises the loss", "open": "whether it lowers the loss is open"}
+    difference = compare.interval([shift or 0.1 * (-1) ** seed for seed in range(5)])
+    assert headlines._effect("it", difference) == said[word]
 
 
 def test_no_row_hides_behind_the_noise_floor(recipe, tmp_path):
