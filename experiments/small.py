@@ -54,7 +54,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         for name, mine, theirs in (("against softmax", values, softmax), ("affine against it", affine, values)):
             if mine != theirs:
                 difference, p = paired(mine, theirs)
-                row |= interval_columns(name, difference) | {f"p of {name}": p, f"{name}:": outcome(difference)}
+                row |= interval_columns(name, difference) | {f"p of {name}": p, f"{name}, outcome": outcome(difference)}
         found.append(row)
     return found
 
@@ -82,7 +82,7 @@ def says(runs: Sequence[Run]) -> list[str]:
 def _scale(against: Callable[[str, str], Interval], lead: Interval) -> str:
     """The rule of control 1."""
     if outcome(lead) != "better":
-        return "So there is no lead that a scale could explain."
+        return "Without a lead there is nothing for a scale to explain."
     words = {name: outcome(against(AFFINE, name)) for name in SCALES}
     shares = {name: against(name, BASELINE).mean / lead.mean for name in SCALES}
     level = [

@@ -655,7 +655,7 @@ def test_a_part_of_the_small_controls_is_a_page_that_says_so(data, teacher, tmp_
     text = page.read_text()
     assert "13 finished runs of 13" in text
     assert "1 of 2 seeds are complete (1); in part there: 2 (2 of 11 runs)." in text
-    assert "| affine against it:" in text
+    assert "| affine against it, outcome |" in text
     found = list(runs.read_runs(results / "runs"))
     by_variant = {row["variant"]: row for row in small.rows(found)}
     assert {name: row["n"] for name, row in by_variant.items() if row["n"] > 1} == {"softmax": 2, "affine": 2}
