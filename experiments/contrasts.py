@@ -206,7 +206,7 @@ def shares(runs: Sequence[Run]) -> list[Row]:
             gains = [[softmax[seed] - values[seed] for seed in shared] for values in (scale, affine)]
             gain, of_affine = (interval(values).mean for values in gains)
             row: Row = {"variant": name, "lr": rate, "n": len(shared), "loss": interval(list(scale.values())).mean}
-            row |= {"gain": gain, "affine's gain": of_affine, "share": gain / of_affine}
+            row |= {"gain": gain, "affine's gain": of_affine, "share": gain / of_affine if of_affine > 0 else math.nan}
             row["against softmax at its best rate"] = paired(
                 scale, measured["a", "softmax", BEST["softmax"]]
             ).difference.mean

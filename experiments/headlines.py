@@ -1,18 +1,18 @@
 """What a reader of two minutes gets: a row per claim, and a summary in sentences whose numbers come from the runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from experiments import claims, contrasts, details
 from experiments.claims import BEST, Claim
 from experiments.compare import Interval, outcome, paired
 from experiments.controls import HALF, LEARNED
-from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SWEPT_RATE
+from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SEEDS, SWEPT_RATE
 from experiments.runs import Run
 from experiments.tables import BASELINE, Row, best_rate, by_setting
 
 _DOUBTS = {
-    ("loss", "affine", "softmax"): "a constant on the output does as much at 0.003",
+    ("loss", "affine", "softmax"): "a constant on the output does as much",
     ("loss", "affine", "sink"): "weight decay acted on these sinks",
     ("loss", "affine_gated", "gated"): "three seeds",
     ("variance of gradient norms", "affine", "softmax"): "most of it lies in the first ten steps",
@@ -181,25 +181,41 @@ def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
         if share_of_norms is None
         else f" Norms on q and k alone have {_percent(share_of_norms)} of affine's gain in cross-entropy, in one seed."
     )
-    shares = {row["variant"]: row["share"] for row in contrasts.shares(runs) if row["lr"] == COMMON_RATE}
-    if not shares.keys() >= {LEARNED, HALF}:
+    compared = {(row["comparison"], row["lr"]): row for row in contrasts.losses(runs)}
+    shares: dict[float, dict[str, float]] = {}
+    for row in contrasts.shares(runs):
+        # A share of no gain means nothing, and one or two seeds are not the control's.
+        if row["n"] >= len(SEEDS) and not math.isnan(row["share"]):
+            shares.setdefault(row["lr"], {})[row["variant"]] = row["share"]
+    rates = [rate for rate in sorted(shares) if shares[rate].keys() >= {LEARNED, HALF}]
+    if not rates:
         return f"**Why affine is ahead is open**: it halves the output of attention at the start.{norms}"
-    compared = {row["comparison"]: row for row in contrasts.losses(runs) if row["lr"] == f"{COMMON_RATE:g}"}
+
+    def against(name: str, rate: float) -> Row:
+        return compared[f"affine against {name}", f"{rate:g}"]
+
     level = [
         name
-        for name, share in shares.items()
-        if contrasts.is_level(compared[f"affine against {name}"]["outcome"], share)
+        for name in shares[rates[0]]
+        if all(contrasts.is_level(against(name, rate)["outcome"], shares[rate].get(name, 0.0)) for rate in rates)
     ]
-    row = compared[f"affine against {LEARNED}"]
-    left = f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}], {row['n']} seeds"
+    left = [
+        f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}] ({row['outcome']})"
+        for row in (against(LEARNED, rate) for rate in rates)
+    ]
+    of_learned, of_half = (_listed(_percent(shares[rate][name]) for rate in rates) for name in (LEARNED, HALF))
     ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
     heading = f"a scale of the output does {'what affine does' if level else 'less than affine'}"
     return (
-        f"**At {COMMON_RATE:g} {heading}**, by the rule of control 1 for one rate ({', '.join(level) or 'no other'}): "
-        f"the output of softmax times one learned number per head has {_percent(shares[LEARNED])} of affine's gain on "
-        f"softmax, times a fixed 0.5 {_percent(shares[HALF])}; affine against the learned number is {left} "
-        f"({row['outcome']}).{norms} Controls that have been run, at least in part: {', '.join(ran)}."
+        f"**At {_listed(f'{rate:g}' for rate in rates)} {heading}**, by the rule of control 1 for one rate "
+        f"({', '.join(level) or 'no other'}): the output of softmax times one learned number per head has {of_learned} "
+        f"of affine's gain on softmax, times a fixed 0.5 {of_half}; affine against the learned number is "
+        f"{_listed(left)}, {len(SEEDS)} seeds.{norms} Controls that have been run, at least in part: {', '.join(ran)}."
     )
+
+
+def _listed(words: Iterable[str]) -> str:
+    return " and ".join(words)
 
 
 def _percent(share: float) -> str:

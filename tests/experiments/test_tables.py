@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -365,19 +366,23 @@ def test_numbers_of_the_first_control_from_the_raw_results():
         (report.ROOT / "docs" / "reproduction.md").read_text(),
     )
 
-    def finals(groups: str, variant: str) -> np.ndarray:
-        found = [json.loads(path.read_text()) for path in root.glob(f"{groups}/{variant}-0.003/result.json")]
+    def finals(groups: str, variant: str, rate: str) -> np.ndarray:
+        found = [json.loads(path.read_text()) for path in root.glob(f"{groups}/{variant}-{rate}/result.json")]
         by_seed = {result["seed"]: result["valid"]["kd"] for result in found}
         return np.array([by_seed[seed] for seed in (1, 2, 3)])
 
-    softmax, affine = finals("a-*", "softmax"), finals("a-*", "affine")
-    learned, half = finals("1-scale-*", "softmax-x-learned"), finals("1-scale-*", "softmax-x-0.5")
-    gain = (softmax - affine).mean()
-    assert f"has {100 * (softmax - learned).mean() / gain:.0f} % of affine's gain on softmax" in text
-    assert f"times a fixed 0.5 {100 * (softmax - half).mean() / gain:.0f} %" in text
-    left = affine - learned
-    margin = 4.3026527 * left.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
-    assert f"{left.mean():+.3g} [{left.mean() - margin:.3g}, {left.mean() + margin:.3g}], 3 seeds" in text
+    (line,) = [line for line in text.splitlines() if "a scale of the output does what affine does" in line]
+    for rate in ("0.002", "0.003"):
+        softmax, affine = finals("a-*", "softmax", rate), finals("a-*", "affine", rate)
+        learned, half = (finals("1-scale-*", f"softmax-x-{scale}", rate) for scale in ("learned", "0.5"))
+        gain = (softmax - affine).mean()
+        assert re.search(
+            rf"has .*\b{100 * (softmax - learned).mean() / gain:.0f} % .*of affine's gain on softmax", line
+        )
+        assert re.search(rf"times a fixed 0.5 .*\b{100 * (softmax - half).mean() / gain:.0f} %.*;", line)
+        left = affine - learned
+        margin = 4.3026527 * left.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
+        assert f"{left.mean():+.3g} [{left.mean() - margin:.3g}, {left.mean() + margin:.3g}] (open)" in line
 
 
 def test_pages_are_short_and_say_the_same():
