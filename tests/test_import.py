@@ -105,7 +105,7 @@ def test_core_needs_torch_alone():
 
 
 DEVICE_FILES = {
-    name: path for name, path in _modules().items() if re.fullmatch(r"kernels\.\w+\.(\w*kernels?|scores)", name)
+    name: path for name, path in _modules().items() if re.fullmatch(r"kernels\.\w+\.(\w*kernels?|scores|pipeline)", name)
 }
 
 

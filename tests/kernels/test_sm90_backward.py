@@ -189,11 +189,11 @@ def test_no_order_of_events_changes_a_bit_of_what_has_one(shape, simulate):  # n
 # Mistakes, by what they replace and with what, and the shape that meets them.
 LATE, AT_ONCE = SHAPES[:2]
 MISTAKES = {
-    "keys are not waited for": ("mbarrier.wait(kv_full.index(tile), (n // TILES) & 1)", "pass", LATE),
-    "keys are overwritten": ("mbarrier.wait(kv_free.index(slot), ((n // TILES) & 1) ^ 1)", "pass", AT_ONCE),
+    "keys are not waited for": ("wait_full(kv_full, n, tile, TILES)", "pass", LATE),
+    "keys are overwritten": ("wait_free(kv_free, n, slot, TILES)", "pass", AT_ONCE),
     "one group frees a tile": ("init(kv_free.index(tile), count=2)", "init(kv_free.index(tile), count=1)", AT_ONCE),
     "dk has not left yet": ("        tma.store_wait(0)\n        mbarrier", "        mbarrier", AT_ONCE),
-    "queries are not waited for": ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "pass", LATE),
+    "queries are not waited for": ("wait_full(full, i, slot, STAGES)", "pass", LATE),
     "one group frees a slot": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)", LATE),
     "numbers of rows are not waited for": (
         "init(full.index(stage), count=2)", "init(full.index(stage), count=1)", LATE
@@ -243,8 +243,8 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
 # by two tiles of values.
 PLAIN, GATED, ALONE = ("affine", 4), ("affine_gated", 4), ("affine", 2)
 ROW_MISTAKES = {
-    "tiles are not waited for": ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "pass", PLAIN),
-    "tiles are overwritten": ("mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)", "pass", PLAIN),
+    "tiles are not waited for": ("wait_full(full, i, slot, STAGES)", "pass", PLAIN),
+    "tiles are overwritten": ("wait_free(free, i, slot, STAGES)", "pass", PLAIN),
     "tiles are freed before they are read": (
         "            b_do = s_dy.load(LAYOUT)\n",
         "            mbarrier.arrive(free.index(slot), count=1)\n            b_do = s_dy.load(LAYOUT)\n", PLAIN,
@@ -255,8 +255,8 @@ ROW_MISTAKES = {
         "            mbarrier.expect(my_full, TENSORS * BYTES)\n            mbarrier.arrive(my_full, count=32)",
         PLAIN,
     ),
-    "values are not waited for": ("mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)", "pass", PLAIN),
-    "values are overwritten": ("mbarrier.wait(v_free.index(slot), ((n // STAGES) & 1) ^ 1)", "pass", ALONE),
+    "values are not waited for": ("wait_full(v_full, n, slot, STAGES)", "pass", PLAIN),
+    "values are overwritten": ("wait_free(v_free, n, slot, STAGES)", "pass", ALONE),
     "values are freed before the sums": (
         "            b_u = warpgroup_mma_wait(",
         "            mbarrier.arrive(v_free.index(slot), count=1)\n            b_u = warpgroup_mma_wait(",

@@ -76,8 +76,10 @@ def test_no_order_of_events_changes_a_bit(name, shape, simulate):  # noqa: F811
 MISTAKES = {
     "q is not waited for": ("mbarrier.wait(q_full.index(group), n & 1)", "pass"),
     "q is overwritten": ("mbarrier.wait(q_free.index(group), (n & 1) ^ 1)", "pass"),
-    "a slot is overwritten": ("mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)", "pass"),
-    "a slot is not waited for": ("            _wait_for(i, full, STAGES)\n            b_acc", "            b_acc"),
+    "a slot is overwritten": ("wait_free(free, i, slot, STAGES)", "pass"),
+    "a slot is not waited for": (
+        "            wait_full(full, i, i & (STAGES - 1), STAGES)\n            b_acc", "            b_acc"
+    ),
     "one group frees a slot": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)"),
     "a slot is free before its product": (
         "            b_acc = warpgroup_mma_wait(0, deps=(t_acc,))\n"
@@ -88,8 +90,8 @@ MISTAKES = {
     "a slot is never free": ("        mbarrier.arrive(free.index(slot), count=1)\n        i += 1", "        i += 1"),
     "a phase is the wrong one": ("wait(q_free.index(group), (n & 1) ^ 1)", "wait(q_free.index(group), n & 1)"),
     "scores are not waited for": ("warpgroup_mma_wait(1, deps=(t_qk,))", "warpgroup_mma_wait(2, deps=(t_qk,))"),
-    "sums are not waited for": ("mbarrier.wait(before_full.index(n & 1), (n // 2) & 1)", "pass"),
-    "sums are overwritten": ("mbarrier.wait(before_free.index(n & 1), ((n // 2) & 1) ^ 1)", "pass"),
+    "sums are not waited for": ("wait_full(before_full, n, n & 1, 2)", "pass"),
+    "sums are overwritten": ("wait_free(before_free, n, n & 1, 2)", "pass"),
     "a gate is not waited for": ("mbarrier.wait(gate_full.index(group), n & 1)", "pass"),
     "a gate comes too early": ("mbarrier.wait(gate_free.index(group), n & 1)", "pass"),
     "a gate overwrites y": ("tma.store_wait(0)\n            mbarrier.arrive(gate", "mbarrier.arrive(gate"),

@@ -16,6 +16,7 @@ Not here: layouts, which the compiler checks, and the warps of one part, which i
 import ast
 import inspect
 import random
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -358,18 +359,16 @@ class Simulated:
         self.module, self.name, self.chance, self.edit = module, name, random.Random(seed), edit
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        tree = ast.parse(self.edit(inspect.getsource(self.module)))
-        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        for function in tree.body:
-            function.decorator_list = []
-        code = compile(tree, str(self.module.__file__), "exec")
+        imported = [_functions(module, inspect.getsource(module)) for module in _imported(self.module)]
+        own = _functions(self.module, self.edit(inspect.getsource(self.module)))
 
         def launch(num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **arguments: Any) -> None:
             passed = {name: _as_in_kernels(x) for name, x in arguments.items()}
             devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
             for device in devices:
                 names = _constants(self.module) | _words(device, grid[0])
-                exec(code, names)
+                for code in (*imported, own):
+                    exec(code, names)
                 names[self.name](**passed)
             _run(devices, self.chance)
 
@@ -403,6 +402,21 @@ def _as_in_kernels(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return SimpleNamespace(tensor=x.base, block=x.block_shape, dtype=x.base.dtype, layout=x.layout)
     return x
+
+
+def _imported(module: ModuleType) -> list[ModuleType]:
+    """Return the modules beside a kernel's whose functions it imports; constants come by :func:`_constants`."""
+    owners = sorted({getattr(x, "__module__", "") for x in vars(module).values() if hasattr(x, "fn")})
+    return [sys.modules[x] for x in owners if x != module.__name__ and x.rpartition(".")[0] == module.__package__]
+
+
+def _functions(module: ModuleType, source: str) -> Any:
+    """Compile the functions of a module's source, without their decorators."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for function in tree.body:
+        function.decorator_list = []
+    return compile(tree, str(module.__file__), "exec")
 
 
 def _constants(module: ModuleType) -> dict[str, Any]:

@@ -30,28 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from affine_attn.kernels.sm90.pipeline import matrix, nth_tile, tile_count, wait_free, wait_full
+
 # Keys of a tile, and of a group of its warps; queries at a time.
 N = tl.constexpr(128)
 HALF = tl.constexpr(64)
 M = tl.constexpr(64)
-
-
-@gluon.jit
-def _tile(order, n):
-    """The n-th tile of this program: batch entry, kv head, first key; the list goes one further than there are."""
-    p_order, most, _ = order
-    p_tile = p_order + (gl.program_id(0) * most + n) * 4
-    return gl.load(p_tile), gl.load(p_tile + 1), gl.load(p_tile + 3)
-
-
-@gluon.jit
-def _count(order):
-    return gl.load(order[2] + gl.program_id(0))
-
-
-@gluon.jit
-def _block(s, slot, ROWS: gl.constexpr, D: gl.constexpr):
-    return s.index(slot).reshape([ROWS, D])
 
 
 @gluon.jit
@@ -63,17 +47,17 @@ def _load(
     s_k, s_v, s_q, s_dy = memory[0], memory[1], memory[2], memory[3]
     kv_full, kv_free, full, free = barriers[0], barriers[1], barriers[2], barriers[3]
     i = 0
-    for n in range(_count(order)):
-        b, kv, key0 = _tile(order, n)
+    for n in range(tile_count(order)):
+        b, kv, _, key0 = nth_tile(order, n)
         slot = n % TILES
-        mbarrier.wait(kv_free.index(slot), ((n // TILES) & 1) ^ 1)
+        wait_free(kv_free, n, slot, TILES)
         mbarrier.expect(kv_full.index(slot), 2 * N * D * 2)
         tma.async_copy_global_to_shared(d_k, [b, kv, key0, 0], kv_full.index(slot), s_k.index(slot))
         tma.async_copy_global_to_shared(d_v, [b, kv, key0, 0], kv_full.index(slot), s_v.index(slot))
         for g in range(GROUP):
             for row0 in range(key0, T, M):
                 slot = i % STAGES
-                mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+                wait_free(free, i, slot, STAGES)
                 mbarrier.expect(full.index(slot), 2 * M * D * 2)
                 corner = [b, kv * GROUP + g, row0, 0]
                 tma.async_copy_global_to_shared(d_q, corner, full.index(slot), s_q.index(slot))
@@ -93,8 +77,8 @@ def _bring_rows(
     full, free = barriers[2], barriers[3]
     o = gl.arange(0, M, gl.BlockedLayout([M // 32], [32], [1], [0]))
     i = 0
-    for n in range(_count(order)):
-        b, kv, key0 = _tile(order, n)
+    for n in range(tile_count(order)):
+        b, kv, _, key0 = nth_tile(order, n)
         for g in range(GROUP):
             first = ((b * kv_heads + kv).to(gl.int64) * GROUP + g) * T
             for row0 in range(key0, T, M):
@@ -108,7 +92,7 @@ def _bring_rows(
                         b_delta = gl.where(is_negative, -b_delta, b_delta)
                         b_beta = gl.where(is_negative, -b_beta, b_beta)
                 slot = i % STAGES
-                mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+                wait_free(free, i, slot, STAGES)
                 s_rows.index(slot * 3).store(-b_lse * per_scale)
                 s_rows.index(slot * 3 + 1).store(-b_delta)
                 if HAS_BETA:
@@ -127,8 +111,8 @@ def _add_dq(p_dq, memory, barriers, order, kv_heads, T, GROUP: gl.constexpr, D: 
     dq_full, dq_free = barriers[6], barriers[7]
     o_r, o_d = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     i = 0
-    for n in range(_count(order)):
-        b, kv, key0 = _tile(order, n)
+    for n in range(tile_count(order)):
+        b, kv, _, key0 = nth_tile(order, n)
         for g in range(GROUP):
             p_head = p_dq + ((b * kv_heads + kv).to(gl.int64) * GROUP + g) * (gl.cdiv(T, M) * M) * D
             for row0 in range(key0, T, M):
@@ -182,7 +166,7 @@ def _step(
     # Plus 0, which the compiler does not know: else it computes addresses of all operands once, and has no registers to
     # keep them in.
     zero = row0 >> 31
-    k, v = _block(memory[0], tile + zero, N, D), _block(memory[1], tile + zero, N, D)
+    k, v = matrix(memory[0], tile + zero, N, D), matrix(memory[1], tile + zero, N, D)
     my_k, my_v = k.slice(group * HALF, HALF), v.slice(group * HALF, HALF)
     o_key, o_query = offsets
     s_q, s_dy, s_ds, s_rows = memory[2], memory[3], memory[4], memory[5]
@@ -190,8 +174,8 @@ def _step(
     b_zero = gl.zeros([HALF, M], gl.float32, S_LAYOUT)
     b_dq_zero = gl.zeros([M, DQ_COLUMNS], gl.float32, Q_LAYOUT)
     slot = i % STAGES
-    mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-    q, dy = _block(s_q, slot, M, D), _block(s_dy, slot, M, D)
+    wait_full(full, i, slot, STAGES)
+    q, dy = matrix(s_q, slot, M, D), matrix(s_dy, slot, M, D)
     b_start, _ = gl.broadcast(s_rows.index(slot * 3).load(COLUMNS)[None, :], b_zero)
     b_minus_delta, _ = gl.broadcast(s_rows.index(slot * 3 + 1).load(COLUMNS)[None, :], b_zero)
     t_s = warpgroup_mma(my_k, q.permute((1, 0)), b_start, is_async=True)
@@ -258,12 +242,12 @@ def _differentiate(
     o_query = gl.arange(0, M, gl.SliceLayout(0, S_LAYOUT))
     o_d = gl.arange(0, D, gl.SliceLayout(0, KV_LAYOUT))
     i = 0
-    for n in range(_count(order)):
-        b, kv, key0 = _tile(order, n)
+    for n in range(tile_count(order)):
+        b, kv, _, key0 = nth_tile(order, n)
         tile = n % TILES
         offsets = (key0 + o_half, o_query)
         b_dk, b_dv = gl.zeros([HALF, D], gl.float32, KV_LAYOUT), gl.zeros([HALF, D], gl.float32, KV_LAYOUT)
-        mbarrier.wait(kv_full.index(tile), (n // TILES) & 1)
+        wait_full(kv_full, n, tile, TILES)
         for g in range(GROUP):
             for row0 in range(key0, gl.minimum(key0 + N, T), M):
                 b_dk, b_dv = _step(
@@ -277,7 +261,7 @@ def _differentiate(
                     False, D, STAGES, HAS_BETA, LATE, LAYOUTS,
                 )  # fmt: skip
                 i += 1
-        k, v = _block(s_k, tile, N, D), _block(s_v, tile, N, D)
+        k, v = matrix(s_k, tile, N, D), matrix(s_v, tile, N, D)
         if LATE:
             j = i + n - 1
             mbarrier.wait(ds_full.index(j & 1), (j >> 1) & 1)

@@ -38,25 +38,7 @@ from affine_attn.kernels.constants import (
     NO_GATE,
     NO_SINK,
 )
-
-
-@gluon.jit
-def _tile(p_order, most, n):
-    """The n-th tile of this program: batch entry, head, head of k and v, first row; the list goes one further than
-    there are."""
-    p_tile = p_order + (gl.program_id(0) * most + n) * 4
-    return gl.load(p_tile), gl.load(p_tile + 1), gl.load(p_tile + 2), gl.load(p_tile + 3)
-
-
-@gluon.jit
-def _wait_for(i, full, STAGES: gl.constexpr):
-    """What comes in slot i of those that a program uses."""
-    mbarrier.wait(full.index(i & (STAGES - 1)), (i // STAGES) & 1)
-
-
-@gluon.jit
-def _block(s, slot, ROWS: gl.constexpr, D: gl.constexpr):
-    return s.index(slot).reshape([ROWS, D])
+from affine_attn.kernels.sm90.pipeline import matrix, nth_tile, tile_count, wait_free, wait_full
 
 
 @gluon.jit
@@ -68,16 +50,15 @@ def _load(
     d_q, d_k, d_v, d_gate = inputs
     s_q, s_k, s_v, _, s_y, _ = memory
     q_full, q_free, full, free, _, _, gate_full, gate_free = barriers
-    p_order, most, p_tiles = order
     i = 0
-    next_b, next_h, next_kv, next_row0 = _tile(p_order, most, 0)
-    for n in range(gl.load(p_tiles + gl.program_id(0))):
+    next_b, next_h, next_kv, next_row0 = nth_tile(order, 0)
+    for n in range(tile_count(order)):
         b, h, kv, row0 = next_b, next_h, next_kv, next_row0
-        next_b, next_h, next_kv, next_row0 = _tile(p_order, most, n + 1)
+        next_b, next_h, next_kv, next_row0 = nth_tile(order, n + 1)
         last = row0 // N
         for j in range(last + 2):
             slot = i & (STAGES - 1)
-            mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+            wait_free(free, i, slot, STAGES)
             has_keys, has_values = j <= last, j > 0
             has_both = has_values & (has_keys | AFFINE)
             mbarrier.expect(full.index(slot), 2 * N * D * 2, pred=has_both)
@@ -114,12 +95,11 @@ def _bring_sums(
     p_sums, segments, blocks, block_segments = sums
     s_before = memory[5]
     before_full, before_free = barriers[4], barriers[5]
-    p_order, most, p_tiles = order
     o_d = gl.arange(0, D, LAYOUT)
-    for n in range(gl.load(p_tiles + gl.program_id(0))):
-        b, _h, kv, row0 = _tile(p_order, most, n)
+    for n in range(tile_count(order)):
+        b, _h, kv, row0 = nth_tile(order, n)
         p_head = p_sums + (b * kv_heads + kv).to(gl.int64) * (segments + blocks) * D + o_d
-        mbarrier.wait(before_free.index(n & 1), ((n // 2) & 1) ^ 1)
+        wait_free(before_free, n, n & 1, 2)
         for group in gl.static_range(2):
             # The second group's rows may all be past the end.
             segment = gl.minimum((row0 + group * M) // SEGMENT, segments - 1)
@@ -160,15 +140,14 @@ def _attend(
     HAS_ALPHA: gl.constexpr = AFFINE or GATE == HEADWISE
     s_q, s_k, s_v, s_o, s_y, s_before = memory
     q_full, q_free, full, free, before_full, before_free, gate_full, gate_free = barriers
-    p_order, most, p_tiles = order
     H, T, kv_heads, factor, constant_sink, stride_sb, stride_sh, stride_st, stride_gb, stride_gh, stride_gt = sizes
-    q = _block(s_q, group, M, D)
+    q = matrix(s_q, group, M, D)
     o_row = group * M + gl.arange(0, M, S_ROWS)
     o_key = gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
     o_t = group * M + gl.arange(0, M, O_ROWS)
     i = 0
-    next_b, next_h, next_kv, next_row0 = _tile(p_order, most, 0)
-    for n in range(gl.load(p_tiles + gl.program_id(0))):
+    next_b, next_h, next_kv, next_row0 = nth_tile(order, 0)
+    for n in range(tile_count(order)):
         b, h, kv, row0 = next_b, next_h, next_kv, next_row0
         first = (b * H + h).to(gl.int64) * T + row0
         if AFFINE:
@@ -189,10 +168,10 @@ def _attend(
         elif SINK == CONSTANT_SINK:
             b_sink = gl.full([M], constant_sink, gl.float32, S_ROWS)
         mbarrier.wait(q_full.index(group), n & 1)
-        _wait_for(i, full, STAGES)
+        wait_full(full, i, i & (STAGES - 1), STAGES)
         slot = i & (STAGES - 1)
         b_zero = gl.zeros([M, N], gl.float32, S_LAYOUT)
-        t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        t_qk = warpgroup_mma(q, matrix(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_qk = warpgroup_mma_wait(0, deps=(t_qk,))
         b_qk = gl.where(o_key[None, :] <= o_row[:, None], b_qk, float("-inf"))
         b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
@@ -204,13 +183,13 @@ def _attend(
             mbarrier.arrive(gate_free.index(group), count=1)
         b_acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         i += 1
-        _wait_for(i, full, STAGES)
+        wait_full(full, i, i & (STAGES - 1), STAGES)
         # Behind the wait: in this order the compiler puts one barrier less into the loop.
         mbarrier.arrive(free.index(slot), count=1)
         for _j in range(row0 // N):
             slot = i & (STAGES - 1)
-            t_qk = warpgroup_mma(q, _block(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            t_acc = warpgroup_mma(b_weight, _block(s_v, slot, N, D), b_acc, is_async=True)
+            t_qk = warpgroup_mma(q, matrix(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            t_acc = warpgroup_mma(b_weight, matrix(s_v, slot, N, D), b_acc, is_async=True)
             b_qk = warpgroup_mma_wait(1, deps=(t_qk,))
             b_old = b_shift
             b_p, b_max, b_shift, b_total = _weights(b_qk, b_max, factor, M, N, S_ROWS)
@@ -225,22 +204,22 @@ def _attend(
             i += 1
             # This wait comes here because it is a loop: ptxas moves the wait for the product across everything else,
             # to before the exponentials that should run beside it.
-            _wait_for(i, full, STAGES)
+            wait_full(full, i, i & (STAGES - 1), STAGES)
             b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
             mbarrier.arrive(free.index(slot), count=1)
             b_acc = b_acc * gl.convert_layout(b_rescale, O_ROWS)[:, None]
         slot = i & (STAGES - 1)
-        t_acc = warpgroup_mma(b_weight, _block(s_v, slot, N, D), b_acc, is_async=True)
+        t_acc = warpgroup_mma(b_weight, matrix(s_v, slot, N, D), b_acc, is_async=True)
         if AFFINE:
             o_n = gl.arange(0, M, gl.SliceLayout(0, W_LAYOUT))
             # Plus 0, which the compiler does not know: registers of an operand that are constant ptxas may fill after
             # the product has begun to read them.
             o_m = gl.arange(0, M, gl.SliceLayout(1, W_LAYOUT)) + (row0 >> 31)
             b_ones = gl.where(o_n[None, :] <= o_m[:, None], 1.0, 0.0).to(s_v.dtype)
-            values = _block(s_k, slot, N, D).slice(group * M, M)
+            values = matrix(s_k, slot, N, D).slice(group * M, M)
             t_u = warpgroup_mma(b_ones, values, gl.zeros([M, D], gl.float32, O_LAYOUT), use_acc=False, is_async=True)
         mbarrier.arrive(q_free.index(group), count=1)
-        next_b, next_h, next_kv, next_row0 = _tile(p_order, most, n + 1)
+        next_b, next_h, next_kv, next_row0 = nth_tile(order, n + 1)
         b_total = gl.convert_layout(gl.sum(b_sum, 1), S_ROWS)
         b_top = b_shift * LN2
         b_kept = gl.full([M], 1.0, gl.float32, S_ROWS)
@@ -256,7 +235,7 @@ def _attend(
             b_lse -= gl.log(gl.abs(gl.convert_layout(b_alpha, S_ROWS)))
         gl.store(p_lse + first + o_row, b_lse, mask=row0 + o_row < T)
         if AFFINE:
-            mbarrier.wait(before_full.index(n & 1), (n // 2) & 1)
+            wait_full(before_full, n, n & 1, 2)
             b_before = s_before.index((n & 1) * 2 + group).load(O_COLUMNS)
             mbarrier.arrive(before_free.index(n & 1), count=1)
             b_acc = warpgroup_mma_wait(1, deps=(t_acc,))
@@ -268,9 +247,9 @@ def _attend(
         b_out = b_acc * b_factor[:, None]
         if GATE == ELEMENTWISE:
             mbarrier.wait(gate_full.index(group), n & 1)
-            b_gate = _block(s_y, group, M, D).load(O_LAYOUT).to(gl.float32)
+            b_gate = matrix(s_y, group, M, D).load(O_LAYOUT).to(gl.float32)
         tma.store_wait(0)  # of the last tile
-        _block(s_o, group, M, D).store(b_out.to(s_o.dtype))
+        matrix(s_o, group, M, D).store(b_out.to(s_o.dtype))
         if HAS_Y:
             b_y = b_out
             if HAS_ALPHA:
@@ -279,7 +258,7 @@ def _attend(
                 b_y += b_beta[:, None] * b_u
             if GATE == ELEMENTWISE:
                 b_y *= b_gate
-            _block(s_y, group, M, D).store(b_y.to(s_y.dtype))
+            matrix(s_y, group, M, D).store(b_y.to(s_y.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(d_o, [b, h, row0 + group * M, 0], s_o.index(group))
         if HAS_Y:

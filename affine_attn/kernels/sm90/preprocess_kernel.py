@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from affine_attn.kernels.constants import ELEMENTWISE, HEADWISE, LEARNED_SINK
+from affine_attn.kernels.sm90.pipeline import matrix, wait_free, wait_full
 
 ROWS = tl.constexpr(64)
 COLUMNS = tl.constexpr(64)
@@ -83,7 +84,7 @@ def _load(
         _, b, kv, bh, token0 = _item(n, sizes, PARTS)
         if HAS_BETA:
             slot = n % STAGES
-            mbarrier.wait(v_free.index(slot), ((n // STAGES) & 1) ^ 1)
+            wait_free(v_free, n, slot, STAGES)
             p_sum = p_before + (bh * gl.cdiv(T, SAVED) + token0 // SAVED) * D
             async_copy.async_copy_global_to_shared(s_before.index(slot), p_sum + o_d)
             async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
@@ -94,7 +95,7 @@ def _load(
             o_row, m_t = (bh * GROUP + g) * T + o_t, o_t < T
             slot = i % STAGES
             my_full, number = full.index(slot), slot * NUMBERS
-            mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+            wait_free(free, i, slot, STAGES)
             if HAS_ALPHA:
                 async_copy.async_copy_global_to_shared(s_numbers.index(number + ALPHA), p_alpha + o_row, mask=m_t)
             if HAS_BETA:
@@ -120,11 +121,6 @@ def _load(
 
 
 @gluon.jit
-def _tile(s_tile):
-    return s_tile.reshape([ROWS, COLUMNS])
-
-
-@gluon.jit
 def _number(s_numbers, slot, which: gl.constexpr, m_t, other: gl.constexpr, ROW: gl.constexpr):
     """Behind the last token there is anything."""
     return gl.where(m_t, s_numbers.index(slot * NUMBERS + which).load(ROW), other)
@@ -139,7 +135,7 @@ def _values_seen(slot, o_r, memory, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
         s_columns = s_before.index(slot).slice(part * COLUMNS, COLUMNS)
         b_before = s_columns.load(gl.SliceLayout(0, LAYOUT))[None, :]
         b_start = gl.where((o_r % PARTS == part)[:, None], b_before, b_start)
-    return warpgroup_mma(s_ones, _tile(s_v.index(slot)), b_start, is_async=True)
+    return warpgroup_mma(s_ones, matrix(s_v, slot, ROWS, COLUMNS), b_start, is_async=True)
 
 
 @gluon.jit
@@ -222,13 +218,13 @@ def _differentiate(
         b_u = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         if HAS_BETA:
             slot = n % STAGES
-            mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
+            wait_full(v_full, n, slot, STAGES)
             b_u = warpgroup_mma_wait(0, deps=(_values_seen(slot, o_r, memory, PARTS, LAYOUT),))
             mbarrier.arrive(v_free.index(slot), count=1)
         for g in range(GROUP):
             o_row = (bh * GROUP + g) * T + o_t
             slot = i % STAGES
-            mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+            wait_full(full, i, slot, STAGES)
             b_alpha, b_gate = gl.full([ROWS], 1.0, gl.float32, ROW), gl.full([ROWS], 1.0, gl.float32, ROW)
             b_beta, b_sink, b_lse = b_alpha, b_alpha, b_alpha
             if HAS_ALPHA:
@@ -243,12 +239,12 @@ def _differentiate(
             b_factor = b_alpha * b_gate
             b_least = gl.minimum(b_least, b_factor)
             b_sign = gl.where(b_factor < 0, -1.0, 1.0)
-            s_dy = _tile(s_tiles.index(slot * TENSORS))
+            s_dy = matrix(s_tiles, slot * TENSORS, ROWS, COLUMNS)
             b_do = s_dy.load(LAYOUT)
-            b_o = _tile(s_tiles.index(slot * TENSORS + 1)).load(LAYOUT).to(gl.float32)
+            b_o = matrix(s_tiles, slot * TENSORS + 1, ROWS, COLUMNS).load(LAYOUT).to(gl.float32)
             if GATE == ELEMENTWISE:
                 # do and dgate go where dy and the gate came from.
-                s_gate = _tile(s_tiles.index(slot * TENSORS + 2))
+                s_gate = matrix(s_tiles, slot * TENSORS + 2, ROWS, COLUMNS)
                 b_dy, b_gates = b_do.to(gl.float32), s_gate.load(LAYOUT).to(gl.float32)
                 b_inner = b_o * b_alpha[:, None]
                 if HAS_BETA:
