@@ -8,7 +8,7 @@ from affine_attn.core.call import checked_call
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 from affine_attn.core.stats import AttentionStats, attention_statistics
-from affine_attn.engines import flash as triton
+from affine_attn.engines import flash as flash_engine
 from affine_attn.engines.plan import ENGINES, choose, explanation
 
 
@@ -75,5 +75,5 @@ def attention_stats(
     """
     call = checked_call(q, k, k, mask, scale, logit, sink, alpha, beta)
     first_key = mask.first(call.tq, call.tk, q.device)
-    measure = score_statistics if triton.why_not_statistics(call) else triton.score_statistics
+    measure = score_statistics if flash_engine.why_not_statistics(call) else flash_engine.score_statistics
     return attention_statistics(call, measure(call, first_key))

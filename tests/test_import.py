@@ -17,7 +17,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 
 # Rooms from the bottom up: a room may import those in the rows above its own, and itself. A new room gets a place here.
 ROOMS = [
-    {"__version__", "errors"},
+    {"__version__", "checks", "errors"},
     {"runs", "core"},
     {"kernels"},
     {"engines"},
@@ -96,7 +96,7 @@ def test_core_needs_torch_alone():
     """Not even the package's other rooms; a kernel or an engine there would be a step in the wrong direction."""
     core = [name for name in _modules() if name.startswith("core.") and name not in MOVED]
     for name in core:
-        assert {_room(imported) for imported in _imports(_modules()[name])} <= {"core", "errors"}, name
+        assert {_room(imported) for imported in _imports(_modules()[name])} <= {"core", "checks", "errors"}, name
     blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in HEAVY)
     program = (
         f"{blocked}\nimport {', '.join(f'affine_attn.{name}' for name in core)}\nfor x in {HEAVY}: del sys.modules[x]"
@@ -105,7 +105,9 @@ def test_core_needs_torch_alone():
 
 
 DEVICE_FILES = {
-    name: path for name, path in _modules().items() if re.fullmatch(r"kernels\.\w+\.(\w*kernels?|scores|pipeline)", name)
+    name: path
+    for name, path in _modules().items()
+    if re.fullmatch(r"kernels\.\w+\.(\w*kernels?|scores|pipeline)", name)
 }
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from affine_attn.core.spec import LARGEST_COUNT, is_count
+from affine_attn.checks import is_count
+from affine_attn.core.spec import LARGEST_COUNT
 
 _NO_KEY = torch.iinfo(torch.int64).max
 
@@ -31,7 +32,7 @@ class Mask:
         if not isinstance(self.causal, bool):
             raise ValueError(f"Mask: causal must be True or False, got {type(self.causal).__name__}")
         if self.window is not None:
-            if not is_count(self.window):
+            if not is_count(self.window, 1, LARGEST_COUNT):
                 raise ValueError(
                     f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}; "
                     f"the largest is {LARGEST_COUNT}"

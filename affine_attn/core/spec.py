@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.checks import is_count
 from affine_attn.errors import UserError
 
 
@@ -34,11 +35,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    """An integer that kernels can count to."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_COUNT
-
-
 def is_sink(value: Any) -> bool:
     """A number, or an infinite one: -inf is softmax."""
     # By comparison: functions of math cannot be traced once a compiler has made a number a variable.
@@ -48,7 +44,7 @@ def is_sink(value: Any) -> bool:
 def check_counts(owner: str, least: int = 1, **values: Any) -> None:
     """Raise if one of them is no integer from ``least`` on that kernels can count to."""
     for name, value in values.items():
-        if not is_count(value, least):
+        if not is_count(value, least, LARGEST_COUNT):
             raise UserError(
                 f"{owner}: {name} must be an integer >= {least}, got {value!r}; the largest is {LARGEST_COUNT}"
             )
@@ -79,7 +75,7 @@ class Logit:
         _LOGITS[cls.kind] = cls
 
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
-        """From tensors that broadcast: i - j, the visible keys n_i of the row, the head's number 0..H-1; and H.
+        """Compute from tensors that broadcast: i - j, the visible keys n_i of the row, the head's number 0..H-1; and H.
 
         The reference calls it on whole blocks, FlexAttention on single scores.
         """
@@ -114,7 +110,7 @@ class LogN(Logit):
     same_in_all_heads = True
 
     def __post_init__(self):
-        if not is_count(self.length, 2):
+        if not is_count(self.length, 2, LARGEST_COUNT):
             raise UserError(f"LogN: length must be an integer > 1, got {self.length!r}; the largest is {LARGEST_COUNT}")
 
     @property
@@ -217,7 +213,7 @@ class Affine:
             raise UserError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
         if _ends(ACTIVATIONS[self.phi]) is None:
             raise UserError(f"Affine: phi must map each number to one, which {self.phi!r} does not")
-        if self.length != "keys" and not is_count(self.length, 0):
+        if self.length != "keys" and not is_count(self.length, 0, LARGEST_COUNT):
             raise UserError(
                 f"Affine: length must be an integer >= 0 or 'keys', got {self.length!r}; the largest is {LARGEST_COUNT}"
             )

@@ -1,16 +1,20 @@
-"""Constants of several kernels. For files of device code alone: launch.py has the plain integers."""
+"""The numbers of launch.py as Triton's constants, for files of device code alone: they need Triton."""
+
+import math
 
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-NO_SINK = tl.constexpr(0)
-CONSTANT_SINK = tl.constexpr(1)
-LEARNED_SINK = tl.constexpr(2)
-NO_GATE = tl.constexpr(0)
-HEADWISE = tl.constexpr(1)
-ELEMENTWISE = tl.constexpr(2)
-NO_SUMS = tl.constexpr(0)
-RUNNING = tl.constexpr(1)
-WHOLE = tl.constexpr(2)
-TABLE = tl.constexpr(3)
+from affine_attn.kernels import launch
+
+LOG2E = tl.constexpr(launch.LOG2E)
+LN2 = tl.constexpr(math.log(2))
+NO_SINK = tl.constexpr(launch.NO_SINK)
+CONSTANT_SINK = tl.constexpr(launch.CONSTANT_SINK)
+LEARNED_SINK = tl.constexpr(launch.LEARNED_SINK)
+NO_GATE = tl.constexpr(launch.NO_GATE)
+HEADWISE = tl.constexpr(launch.HEADWISE)
+ELEMENTWISE = tl.constexpr(launch.ELEMENTWISE)
+NO_SUMS = tl.constexpr(launch.NO_SUMS)
+RUNNING = tl.constexpr(launch.RUNNING)
+WHOLE = tl.constexpr(launch.WHOLE)
+TABLE = tl.constexpr(launch.TABLE)

@@ -22,8 +22,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    # The interpreter and ahead-of-time runs plan as on an H200.
+def num_sms(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (SMs); without a GPU that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

@@ -5,12 +5,15 @@ Whoever replaces ``function`` sees everything that would run, without a GPU.
 
 import functools
 import importlib
+import math
 import os
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Kinds of sinks, gates and sums, as in constants.py, which only files of device code may import: it needs Triton.
+# Kernels exponentiate in base 2.
+LOG2E = math.log2(math.e)
+# Kinds of sinks and gates; constants.py has them for device code.
 NO_SINK, CONSTANT_SINK, LEARNED_SINK = 0, 1, 2
 NO_GATE, HEADWISE, ELEMENTWISE = 0, 1, 2
 # Where the sums u of visible values come from: nowhere, a running sum under a causal mask, one sum for all queries, or

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from affine_attn.core.spec import LARGEST_COUNT, is_count
+from affine_attn.checks import is_count
+from affine_attn.core.spec import LARGEST_COUNT
 from affine_attn.errors import UserError
 
 
@@ -64,7 +65,7 @@ class StreamingCache(Cache):
     """``model.generate(..., past_key_values=StreamingCache(sinks=4, recent=1020))``, without padding."""
 
     def __init__(self, sinks: int = 4, recent: int = 512):
-        if not (is_count(sinks, 0) and is_count(recent)):
+        if not (is_count(sinks, 0, LARGEST_COUNT) and is_count(recent, 1, LARGEST_COUNT)):
             raise UserError(
                 f"StreamingCache: sinks must be >= 0 and recent >= 1, got {sinks!r} and {recent!r}; "
                 f"both must be integers, the largest is {LARGEST_COUNT}"

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affine_attn.checks import is_count
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.runs import series
-from affine_attn.runs.analysis import Analysis, has_analysis, is_count, is_number, read_analysis
+from affine_attn.runs.analysis import Analysis, has_analysis, is_number, read_analysis
 from affine_attn.runs.files import JsonLines, read_object
 from affine_attn.runs.layout import ANALYSIS, EVALUATION, METRICS, RECIPE, RunFolder
 
@@ -95,7 +96,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """As few of the last parts of the paths as keep them apart."""
+    """Name each folder by the fewest last parts of its path that keep them apart."""
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise UserError("the same folder is given twice")

@@ -44,6 +44,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from affine_attn.checks import is_count
 from affine_attn.errors import UserError
 from affine_attn.runs.files import write_json, written
 
@@ -208,10 +209,6 @@ def _numbers(name: str, values: Any, *shape: int, missing: bool = True) -> None:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _require(ok: bool, name: str, value: Any) -> None:

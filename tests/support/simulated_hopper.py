@@ -43,4 +43,4 @@ def _turn_to(monkeypatch, seed: int, forward=_as_it_is, backward=_as_it_is, rows
     compiled = launch.function
     monkeypatch.setattr(launch, "function", lambda name: kernels.get(name) or compiled(name))
     for launcher in (sm90_forward, sm90_backward):
-        monkeypatch.setattr(launcher, "multiprocessors", lambda _: 2)
+        monkeypatch.setattr(launcher, "num_sms", lambda _: 2)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from affine_attn.core.call import Call
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
-from affine_attn.kernels.device import capability, cdiv, multiprocessors, padded
-from affine_attn.kernels.launch import INTERPRETED, Launch, strides
+from affine_attn.kernels.device import capability, cdiv, num_sms, padded
+from affine_attn.kernels.launch import INTERPRETED, LOG2E, Launch, strides
 
 LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q
 
@@ -42,7 +42,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
         seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
         # Programs an SM holds at once, by their registers and shared memory.
         light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
-        slots = multiprocessors(q.device) * (3 if light else 2)
+        slots = num_sms(q.device) * (3 if light else 2)
         splits = choose_splits(batch * kv_heads * row_blocks, cdiv(seen, block_n), slots)
     # The epilogue needs the zero head and all its query heads in one program.
     is_fused = splits == 1 and row_blocks == 1
@@ -61,7 +61,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
     tau = call.logit.tau if isinstance(call.logit, ScaleInvariant) else 1.0
     split = shared | {
         "p_q": q, "p_k": k, "p_v": v, "p_padding": padding, "p_documents": documents,
-        "scale_log2": call.scale * math.log2(math.e), "inverse_tau": 1.0 / tau,
+        "scale_log2": call.scale * LOG2E, "inverse_tau": 1.0 / tau,
         "stride_padding_b": 0 if padding is None else padding.stride(0),
         "stride_documents_b": 0 if documents is None else documents.stride(0),
         "LOGIT": LOGITS[type(call.logit)], "CAUSAL": mask.causal, "FUSED": is_fused, "BLOCK_M": block_m,
@@ -88,7 +88,7 @@ def _tile(rows: int, dim: int, bytes_per_element: int) -> tuple[int, int, int, i
 
 @functools.cache
 def choose_splits(programs: int, tiles: int, slots: int) -> int:
-    """Into how many key ranges to cut, so that the GPU is full and so is its last wave; from shapes alone.
+    """Return how many key ranges fill the GPU and its last wave, from shapes alone.
 
     ``programs`` at one split, key ``tiles`` of a full row, ``slots`` for programs on the GPU. The time of S splits is
     modelled as the time to stream all tiles, at a speed that grows until enough programs run, plus what an unfilled

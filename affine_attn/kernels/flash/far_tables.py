@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from affine_attn.kernels.device import kept, uploaded
+from affine_attn.kernels.launch import LOG2E
 
-LOG2E = math.log2(math.e)
 # A tile is far when every row is at least this many tile half-widths from its centre: from there on the tables below
 # give the factor a(t) to 2e-7 relative before fp32 rounding, for every tau.
 FAR_RATIO = 3

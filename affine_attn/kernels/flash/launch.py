@@ -12,8 +12,8 @@ from affine_attn.core.call import Call
 from affine_attn.core.masks import document_bounds
 from affine_attn.core.spec import Alibi, ScaleInvariant
 from affine_attn.kernels.device import cdiv, padded
-from affine_attn.kernels.flash.far_tables import FAR_RATIO, FAR_SLOTS, LOG2E, far_tables
-from affine_attn.kernels.launch import Launch, run, strides
+from affine_attn.kernels.flash.far_tables import FAR_RATIO, FAR_SLOTS, far_tables
+from affine_attn.kernels.launch import LOG2E, Launch, run, strides
 
 PLAIN, SCALE_INVARIANT, ALIBI = 0, 1, 2  # as in the kernels
 

@@ -4,19 +4,19 @@ It takes what a forward has saved, whichever it was. CTAs add up dq in no fixed 
 differ in its last bits. benchmarks/hopper_backward.py times it beside the stock kernel.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.kernels.device import cdiv, multiprocessors, must_be_deterministic
+from affine_attn.kernels.device import cdiv, must_be_deterministic, num_sms
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.epilogue.tiles import tiling_of
 from affine_attn.kernels.launch import (
     ELEMENTWISE,
     INTERPRETED,
+    LOG2E,
     Launch,
     gate_kind,
     run,
@@ -118,7 +118,7 @@ class Preprocess:
         kv_heads, has_beta = call.k.shape[1], call.beta is not None
         tiled = (call.gate, self.do, self.dgate) if self.is_elementwise else (None, None, None)
         items = batch * kv_heads * self.per_head
-        most = PROGRAMS[self.is_elementwise] * multiprocessors(self.dy.device)
+        most = PROGRAMS[self.is_elementwise] * num_sms(self.dy.device)
         gate, do, dgate = (None if x is None else _in_rows(x) for x in tiled)
         arguments: dict[str, Any] = {
             "d_dy": _in_rows(self.dy), "d_o": _in_rows(self.o), "d_v": _in_rows(call.v) if has_beta else None,
@@ -169,7 +169,7 @@ def new_sums(call: Call, rows: Preprocess) -> Tensor:
 def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dk and dv, adds dq without its scale to the sums."""
     batch, heads, length, head_dim = call.q.shape
-    kv_heads, programs = call.k.shape[1], multiprocessors(call.q.device)
+    kv_heads, programs = call.k.shape[1], num_sms(call.q.device)
     group, blocks = heads // kv_heads, cdiv(length, QUERIES)
     costs = tuple(group * (blocks - first) + _TILE_COST for first in range(0, blocks, ROWS // QUERIES))
     tiles, counts = order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, call.q.device)
@@ -178,7 +178,7 @@ def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, 
         "d_dy": descriptor(rows.do, QUERIES), "d_dk": descriptor(dk, HALF), "d_dv": descriptor(dv, HALF),
         "p_lse": lse, "p_delta": rows.delta, "p_beta": rows.shift, "p_signs": rows.signs, "p_after": rows.after,
         "p_dq": sums, "p_order": tiles, "p_tiles": counts, "most": tiles.shape[1], "kv_heads": kv_heads, "T": length,
-        "segments": rows.per_head, "factor": call.scale * math.log2(math.e), "scale": call.scale,
+        "segments": rows.per_head, "factor": call.scale * LOG2E, "scale": call.scale,
         "per_scale": 1 / call.scale, "GROUP": group, "D": head_dim, "STAGES": STAGES[head_dim],
         "TILES": TILES[head_dim], "HAS_BETA": rows.shift is not None, "HAS_SIGNS": rows.signs is not None,
         "LATE": LATE[head_dim], "SEGMENT": rows.tokens, "num_warps": 4,

@@ -4,7 +4,6 @@ It returns what the attention and ``apply_epilogue`` would, so the backward is t
 times it beside the stock kernel with its epilogue.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from affine_attn.core.call import Call, Output
 from affine_attn.kernels import availability
-from affine_attn.kernels.device import capability, cdiv, multiprocessors
+from affine_attn.kernels.device import capability, cdiv, num_sms
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.epilogue.tiles import tiling_of
-from affine_attn.kernels.launch import ELEMENTWISE, Launch, gate_kind, run, sink_kind, sink_strides, strides
+from affine_attn.kernels.launch import ELEMENTWISE, LOG2E, Launch, gate_kind, run, sink_kind, sink_strides, strides
 from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
 
 # Pipeline stages by head_dim: as many as shared memory holds.
@@ -77,7 +76,7 @@ def forward(call: Call) -> Output:
     if is_affine:
         sums = epilogue.new_value_sums(call, tiling)
         epilogue.sum_values(call, tiling, sums)
-    programs = multiprocessors(q.device)
+    programs = num_sms(q.device)
     costs = tuple(blocks + _TILE_COST for blocks in range(1, cdiv(length, ROWS) + 1))
     tiles, counts = order(batch, heads, k.shape[1], costs, _HEADS, programs, q.device)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
@@ -89,7 +88,7 @@ def forward(call: Call) -> Output:
         "d_y": descriptor(y, half), "p_lse": lse, "p_sink": sink, "p_alpha": alpha, "p_beta": beta,
         "p_gate": call.gate if gate is None else None, "p_sums": sums, "p_before": before,
         "p_order": tiles, "p_tiles": counts, "most": tiles.shape[1], "H": heads, "kv_heads": k.shape[1], "T": length,
-        "factor": call.scale * math.log2(math.e), "constant_sink": constant, **sink_strides(sink),
+        "factor": call.scale * LOG2E, "constant_sink": constant, **sink_strides(sink),
         **strides(call.gate, "g"), "segments": tiling.key_segments, "blocks": tiling.blocks,
         "block_segments": tiling.block_segments, "N": ROWS, "D": head_dim, "STAGES": STAGES[head_dim],
         "SINK": sink_kind(call.sink), "AFFINE": is_affine, "GATE": gate_kind(call.gate),
