@@ -1,7 +1,7 @@
 """Launch the sm90 backward: the preprocess kernel, then attention's gradients with what beta adds to dv.
 
 It takes what a forward has saved, whichever it was. CTAs add up dq in no fixed order, as stock kernels do: two runs may
-differ in its last bits. benchmarks/hopper_backward.py times it beside the stock kernel.
+differ in its last bits. benchmarks/sm90_backward.py times it beside the stock kernel.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ from affine_attn.kernels.launch import (
 from affine_attn.kernels.sm90 import forward
 from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
 
-# By head_dim: slots for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq comes a
-# block late, for which registers must have room.
+# By head_dim: pipeline stages for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq
+# comes a block late, for which registers must have room.
 STAGES, TILES, LATE = {64: 3, 128: 2}, {64: 2, 128: 1}, {64: True, 128: False}
-# Queries at a time, and keys of a group of warps: as in the kernel, tested.
+# Queries at a time, and keys of a warpgroup: as in the kernel, tested.
 QUERIES, HALF = 64, 64
-# kv heads at a time: what their programs read and add to must stay in the cache, or memory moves several times as much.
+# kv heads at a time: what their CTAs read and add to must stay in the cache, or memory moves several times as much.
 _KV_HEADS = 8
 # Tokens for which it was timed and found faster than cuDNN's. At 32768 it is slower (LOG.md), below it was not timed.
 LENGTHS = range(2048, 8192 + 1)
@@ -40,9 +40,9 @@ LENGTHS = range(2048, 8192 + 1)
 _TILE_COST = 2.0
 # Of sm90_preprocess_kernel: rows and columns of a tile, as in the kernel, tested.
 TILE_ROWS, TILE_COLUMNS = 64, 64
-# Without and with elementwise gates: its slots, and programs on an SM, as timed: memory is slower with more
-# bytes under way (LOG.md). Registers of a thread, so that there is room for two programs.
-SLOTS, PROGRAMS, ROW_REGISTERS = (2, 3), (2, 1), 128
+# Without and with elementwise gates: its pipeline stages, and CTAs on an SM, as timed: memory is slower with more
+# bytes in flight (LOG.md). Registers of a thread, so that there is room for two CTAs.
+PREPROCESS_STAGES, CTAS_PER_SM, ROW_REGISTERS = (2, 3), (2, 1), 128
 
 
 def why_not(call: Call) -> str | None:
@@ -57,7 +57,7 @@ def why_not(call: Call) -> str | None:
 
 
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
-    """All gradients; see :func:`why_not`."""
+    """Return all gradients; see :func:`why_not`."""
     dy = _copyable(epilogue.negatable(call, dy))
     rows = Preprocess(call, dy, output)
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
@@ -77,7 +77,7 @@ def _copyable(x: Tensor) -> Tensor:
 
 
 class Preprocess:
-    """Gradients of sink, alpha, beta and gate, and what the attention's backward wants: see sm90_preprocess_kernel."""
+    """The preprocess kernel: gradients of sink, alpha, beta and gate, and what the attention's backward reads."""
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.dy, self.output = call, dy, output
@@ -105,7 +105,7 @@ class Preprocess:
         if call.gate is not None and self.is_elementwise:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
         # Without a headwise gate shift is beta itself, and with alpha delta is dalpha, both up to the signs of alpha.
-        # Not with alpha alone: for signs without beta the compiler puts waits between all products (LOG.md).
+        # Not with alpha alone: for signs without beta the compiler puts waits between all MMAs (LOG.md).
         self.signs = self.alpha if self.row_gate is None and self.beta is not None else None
         self.delta = new(batch, heads, queries) if self.signs is None or self.dalpha is None else self.dalpha
         self.shift = self.beta if self.beta is None or self.row_gate is None else torch.empty_like(self.beta)
@@ -113,12 +113,12 @@ class Preprocess:
         self.after = None if call.beta is None else new(batch * call.k.shape[1], self.per_head, head_dim)
 
     def launch(self) -> None:
-        """Rows of dy with a negative factor are negated, unless there is a do besides."""
+        """Run the kernel, which negates rows of dy with a negative factor unless there is a do besides."""
         call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
         kv_heads, has_beta = call.k.shape[1], call.beta is not None
         tiled = (call.gate, self.do, self.dgate) if self.is_elementwise else (None, None, None)
         items = batch * kv_heads * self.per_head
-        most = PROGRAMS[self.is_elementwise] * num_sms(self.dy.device)
+        most = CTAS_PER_SM[self.is_elementwise] * num_sms(self.dy.device)
         gate, do, dgate = (None if x is None else _in_rows(x) for x in tiled)
         arguments: dict[str, Any] = {
             "d_dy": _in_rows(self.dy), "d_o": _in_rows(self.o), "d_v": _in_rows(call.v) if has_beta else None,
@@ -133,7 +133,7 @@ class Preprocess:
             "kv_heads": kv_heads, "T": queries, "per_head": self.per_head, "items": items,
             "SINK": sink_kind(call.sink), "HAS_ALPHA": call.alpha is not None, "HAS_BETA": has_beta,
             "GATE": gate_kind(call.gate), "GROUP": heads // kv_heads, "D": head_dim,
-            "STAGES": SLOTS[self.is_elementwise], "SAVED": tiling_of(call).tile.tokens if has_beta else 1,
+            "STAGES": PREPROCESS_STAGES[self.is_elementwise], "SAVED": tiling_of(call).tile.tokens if has_beta else 1,
             "num_warps": 4, "maxnreg": ROW_REGISTERS, "launch_pdl": not INTERPRETED,
         }  # fmt: skip
         run(Launch("sm90.preprocess_kernel.sm90_preprocess_kernel", (_even(items, most),), arguments))
@@ -167,7 +167,7 @@ def new_sums(call: Call, rows: Preprocess) -> Tensor:
 
 
 def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Writes dk and dv, adds dq without its scale to the sums."""
+    """Write dk and dv, and add dq without its scale to the sums."""
     batch, heads, length, head_dim = call.q.shape
     kv_heads, programs = call.k.shape[1], num_sms(call.q.device)
     group, blocks = heads // kv_heads, cdiv(length, QUERIES)
@@ -187,5 +187,5 @@ def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, 
 
 
 def rounded(call: Call, sums: Tensor) -> Tensor:
-    """dq."""
+    """Postprocess: return dq, scaled and rounded to the type of q."""
     return epilogue.scale_rows(sums[:, :, : call.tq], call.scale, torch.empty_like(call.q))
