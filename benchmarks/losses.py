@@ -1,7 +1,7 @@
 """Times the distillation loss, forward and backward, against its floor and its rivals: python -m benchmarks.losses
 
-The floor is the time of its four matrix products (logits of student and teacher, two gradients) at the rate of a large
-product measured in the same rounds. Rivals: eager torch with full logits, and Liger's chunked loss where its package is
+The floor is the time of its four matmuls (logits of student and teacher, two gradients) at the rate of a large
+matmul measured in the same rounds. Rivals: eager torch with full logits, and Liger's chunked loss where its package is
 installed. Peak memory is above the inputs, weights and gradients. Rows go to benchmarks/results/losses/<device>.csv;
 one whose gradients are wrong is not timed, and the command fails.
 """
@@ -164,7 +164,7 @@ def eager(kind: str, inputs: Inputs) -> Tensor:
 
 
 def peak_mib(step: Step, device: torch.device) -> str:
-    """Above the inputs and the gradients that the step returns; on CUDA alone."""
+    """Return the peak above the inputs and the gradients that the step returns; on CUDA alone."""
     if device.type != "cuda":
         return ""
     torch.cuda.synchronize()

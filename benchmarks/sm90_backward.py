@@ -1,4 +1,4 @@
-"""What the sm90 backward saves: python3 benchmarks/hopper_backward.py
+"""What the sm90 backward saves: python3 benchmarks/sm90_backward.py
 
 Beside each other: cuDNN's plain backward, the same with the gradients of the stages, and the sm90 backward, also
 by its parts. A result that differs from the second's by more than 16 bits explain is not timed.
@@ -20,7 +20,7 @@ from affine_attn.engines import aten
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.sm90 import backward as sm90_backward
 from affine_attn.kernels.sm90 import forward as sm90_forward
-from benchmarks.hopper_forward import command, plain, with_epilogue
+from benchmarks.sm90_forward import command, plain, with_epilogue
 
 
 def plain_backward(call: Call, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What the sm90 forward saves: python3 benchmarks/hopper_forward.py
+"""What the sm90 forward saves: python3 benchmarks/sm90_forward.py
 
 Beside each other: cuDNN's plain forward, the same with its epilogue, and attention and epilogue in one kernel. A result
 that differs from the second's by more than 16 bits explain is not timed.

@@ -45,7 +45,7 @@ def prepare(case: Case, shape: Shape, mode: str, device: torch.device) -> Step:
     if case.method == "statistics":
         return Step(functools.partial(attention_stats, **{n: x for n, x in inputs.items() if n not in ("v", "gate")}))
     method, dy = method_of(case), torch.randn_like(inputs["q"])
-    # Two products over the causal half of the pairs, and five more in the backward.
+    # Two matmuls over the causal half of the pairs, and five more in the backward.
     flops = 2.0 * shape.batch * shape.heads * shape.tq * shape.tk * shape.head_dim
     if mode != "forward+backward":
         return Step(torch.no_grad()(lambda: method(**inputs)), flops=flops)
@@ -121,7 +121,7 @@ _METHODS: dict[str, Method] = {
 
 
 def ceilings(device: torch.device) -> dict[str, Step]:
-    """What the machine can do at best: a long copy, and a large product in the precision of the inputs."""
+    """What the machine can do at best: a long copy, and a large matmul in the precision of the inputs."""
     on_gpu = device.type == "cuda"
     source = torch.empty((1024 if on_gpu else 256) * 2**20, dtype=torch.uint8, device=device)
     target, n = torch.empty_like(source), 8192 if on_gpu else 1024

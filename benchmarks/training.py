@@ -3,7 +3,7 @@
 Every case is ``DistillTrainer`` on random tokens, or on the text of --data: plain pretraining with each attention, then
 distillation from a random teacher. Cases take turns; a step's time is between two logged steps, the first ones left
 out: they compile. With text let --warm-up leave out more of them: the clocks of a GPU at its power limit depend on the
-numbers it multiplies, and random weights are no fair sample of those (docs/scaling.md). MFU counts matrix products and
+numbers it multiplies, and random weights are no fair sample of those (docs/scaling.md). MFU counts matmuls and
 causal attention of the student's training and the teacher's forward, recomputation not, as
 ``estimate.flops_per_token``. Rows go to benchmarks/results/training/<device>.csv.
 """

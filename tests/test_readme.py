@@ -301,3 +301,19 @@ def test_accelerate_reads_its_files(name, monkeypatch):
         assert plugin.transformer_cls_names_to_wrap == [AffineAttnDecoderLayer.__name__]
         assert plugin.state_dict_type.name == "FULL_STATE_DICT"
         assert not plugin.activation_checkpointing
+
+
+def test_the_page_on_kernels_names_what_is_there():
+    page = (ROOT / "docs" / "adding-a-kernel.md").read_text()
+    places = set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page)) - {"eager.py", "launch.py", "kernels.py"}
+    within = (ROOT, ROOT / "affine_attn", ROOT / "benchmarks", ROOT / "affine_attn" / "kernels" / "sm90")
+    assert len(places) > 20
+    assert not [place for place in places if not any((folder / place).exists() for folder in within)]
+    sources = "".join(
+        path.read_text()
+        for room in ("affine_attn", "tests")
+        for path in (ROOT / room).rglob("*.py")
+        if path != Path(__file__)
+    )
+    for name in set(re.findall(r"`(\w+)`", page)) - {"None"}:
+        assert re.search(rf"\b{name}\b", sources), name

@@ -15,7 +15,7 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, decode_logit, encode_logit, is_number, is_sink, logit_names
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
-_SCORES_AT_ONCE = 2**20
+_SCORES_OF_A_BLOCK = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Call:
     def blocks(self) -> list[tuple[slice, slice]]:
         """(rows, keys) pieces that cover what is visible, a bounded number of scores each."""
         per_row = max(1, self.q.shape[0] * self.heads * self.tk)
-        step = max(16, min(512, _SCORES_AT_ONCE // per_row))
+        step = max(16, min(512, _SCORES_OF_A_BLOCK // per_row))
         rows = [slice(start, min(start + step, self.tq)) for start in range(0, self.tq, step)]
         return [(r, self.mask.key_range(self.tq, self.tk, r)) for r in rows]
 

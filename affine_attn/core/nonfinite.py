@@ -58,7 +58,7 @@ def isolate(call: Call, sees_any: Tensor, visible_sum: Callable[[Tensor], Tensor
     """The call with non-finite entries zeroed, and what must be NaN because of one, bool [B, H, Tq, D].
 
     That is what sees one, or is of a query that has one and sees any key (sees_any, bool [B or 1, 1, Tq]). A plain
-    product would spread an inf to rows that cannot see it, and from a query to keys that it cannot see: 0 * inf is NaN.
+    matmul would spread an inf to rows that cannot see it, and from a query to keys that it cannot see: 0 * inf is NaN.
     """
     bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (call.q, call.k))
     bad_v = ~call.v.isfinite()

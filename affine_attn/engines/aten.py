@@ -97,11 +97,11 @@ def _shares(q: Tensor, k: Tensor) -> list[_Share]:
     group = heads // kv_heads
     of_head = q.shape[2] * q.shape[3]
     # kv heads of all sequences, each with its query heads.
-    at_once = MOST_ELEMENTS // max(group * of_head, k.shape[2] * k.shape[3])
-    if at_once >= kv_heads:
-        some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, at_once // kv_heads)), heads
-    elif at_once:
-        some_rows, some_heads = 1, _evenly(kv_heads, at_once) * group
+    together = MOST_ELEMENTS // max(group * of_head, k.shape[2] * k.shape[3])
+    if together >= kv_heads:
+        some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, together // kv_heads)), heads
+    elif together:
+        some_rows, some_heads = 1, _evenly(kv_heads, together) * group
     else:
         some_rows, some_heads = (
             1,

@@ -97,7 +97,7 @@ def _times_row_scale(call: Call, x: Tensor, out: Tensor) -> Tensor:
     scale = LogN.row_scale(call.count(), row_dtype(x))
     if availability.why_no_fused_epilogue(call) is None:
         return launch.scale_rows(x, scale, out)
-    # Written in x's type at once: the product by itself would be fp32, three times the bytes to move.
+    # Written in x's type directly: a result of its own would be fp32, three times the bytes to move.
     return torch.mul(x, scale[..., None], out=out)
 
 

@@ -1,5 +1,4 @@
-"""The GPU as launchers of kernels see it: its numbers, asked on every call and so looked up once, the sizes that tiles
-may have, and tables on it."""
+"""The device as launchers see it: its properties, the sizes that tiles may have, and constant tables on it."""
 
 import functools
 import threading
@@ -15,7 +14,7 @@ _Table = TypeVar("_Table")
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU; (0, 0) of everything else, AMD's GPUs too, which number theirs otherwise."""
+    """Return the compute capability of an NVIDIA GPU; (0, 0) of all else: AMD numbers its GPUs otherwise."""
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)
@@ -38,12 +37,12 @@ def padded(size: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up: the tiles of b that cover a."""
+    """Return a / b rounded up: the tiles of b that cover a."""
     return -(-a // b)
 
 
-def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:
-    """Decorates a function that makes a table for kernels: once for the same arguments.
+def cached(make: Callable[..., _Table]) -> Callable[..., _Table]:
+    """Decorate a function that makes a table for kernels: it runs once for the same arguments.
 
     No table is ever dropped, because CUDA graphs go on reading it where it lies. If two threads made the same one, the
     cache would drop one of them while a kernel may still read it, so they wait for each other.
@@ -58,8 +57,8 @@ def kept(make: Callable[..., _Table]) -> Callable[..., _Table]:
     return get
 
 
-def uploaded(tables: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """CPU tensors, copied to a device.
+def to_device(tables: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Copy CPU tensors to a device.
 
     Not while a CUDA graph is being captured: like all work that is done once, it belongs into the calls before that.
     """

@@ -23,7 +23,7 @@ from affine_attn.core.spec import ACTIVATIONS, Affine, check_counts
 from affine_attn.core.stages import own_precision
 
 _HALF = (torch.bfloat16, torch.float16)
-# Tokens of a decoding step. So few are summed without a matrix product, which a compiler fuses with all that follows.
+# Tokens of a decoding step. So few are summed without a matmul, which a compiler fuses with all that follows.
 _FEW_TOKENS = 8
 
 
@@ -31,7 +31,7 @@ def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
     """x wᵀ with sums and result in fp32.
 
     On CUDA autocast's 16-bit numbers are what is multiplied, as they are for q_proj: without tensor cores this small
-    product would take as long as all of affine scaling's kernels.
+    matmul would take as long as all of affine scaling's kernels.
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x, w = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (x, w))
@@ -45,7 +45,7 @@ def _wide_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """Products of 16-bit numbers with the sums left in fp32, for which aten has no derivative."""
+    """Matmuls of 16-bit numbers with the sums left in fp32, for which aten has no derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class AlphaGate(nn.Module):
             self._sum[own] += alpha.sum((0, 2))
             self._count[own] += alpha.shape[0] * alpha.shape[2]
         else:
-            # Not by a product: 0 * NaN is NaN.
+            # No multiplication: 0 * NaN is NaN.
             self._sum[own] += torch.where(valid.bool()[:, None], alpha, 0.0).sum((0, 2))
             self._count[own] += valid.bool().sum()
 

@@ -69,7 +69,7 @@ def test_every_mode_gives_timed_rows(mode):
 
 
 def test_bytes_of_an_epilogue_count_each_tensor_once():
-    rows, q, v = 2 * 4 * 32, 2 * 4 * 32 * 16 * 4, 2 * 2 * 32 * 16 * 4  # numbers per row; bytes of q and v in fp32
+    rows, q, v = 2 * 4 * 32, 2 * 4 * 32 * 16 * 4, 2 * 2 * 32 * 16 * 4  # row statistics; bytes of q and v in fp32
     moved = {
         ("sink", "finish"): 2 * q + 2 * 4 * rows,
         ("sink", "gradients"): 2 * q + 4 * rows,

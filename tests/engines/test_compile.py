@@ -59,7 +59,7 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
 
 
 def test_a_batch_of_any_size_is_exported_up_to_what_a_grid_holds(monkeypatch):
-    """As on CUDA, where the choice of an engine has a limit: torch must be able to name it."""
+    """The choice of an engine has a limit on CUDA: torch must be able to name it."""
     monkeypatch.setattr(launch, "INTERPRETED", True)
 
     class Attention(torch.nn.Module):
@@ -200,7 +200,7 @@ def test_a_new_length_recompiles_and_stays_right():
 
 @pytest.mark.parametrize("name", ["scale", "sink"])
 def test_a_number_that_changes_from_call_to_call(name):
-    """From the second value on the compiler takes it for a variable."""
+    """The compiler takes it for a variable from the second value on."""
     inputs = _inputs("sdpa_plain")
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     for value in (0.5, 2.0, -1.5, 0.0):

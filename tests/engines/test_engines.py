@@ -53,7 +53,7 @@ def test_every_engine_that_accepts_a_case_is_right(case: Case):
 @pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "lengths"])
 def test_blocks_of_rows_add_up(mask, monkeypatch):
     """Calls as small as these are one block otherwise."""
-    monkeypatch.setattr(call_module, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(call_module, "_SCORES_OF_A_BLOCK", 1)
     shape = Shape(3, 4, 2, 37, 45, 16)
     inputs, mask = random_inputs(SPECS["sink+affine+gate"], shape), MASKS[mask](shape, torch.device("cpu"))
     call = checked_call(**inputs, mask=mask)

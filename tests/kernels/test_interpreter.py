@@ -56,7 +56,7 @@ def test_values_and_gradients(name, shape, causal, negative):
 @pytest.mark.parametrize("kv_heads", [1, 2], ids="K{}".format)
 @pytest.mark.parametrize("name", ["sink+affine+gate", "affine"])
 def test_slices_of_columns_of_several_sequences(name, kv_heads):
-    """Each slice writes its part of the gradients of numbers per row."""
+    """Each slice writes its part of the gradients of row statistics."""
     inputs = random_inputs(SPECS[name], Shape(2, 2, kv_heads, 20, 20, 80))
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
@@ -141,7 +141,7 @@ def test_rows_without_keys_and_infinite_sinks():
 @interpreted
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_the_fused_epilogue_are_fp32_sums(causal):
-    """Under a causal mask what a segment's own queries add to dv is kept in 16 bits on the way."""
+    """What a segment's own queries add to dv under a causal mask is kept in 16 bits on the way."""
     assert_fp32_sums(epilogue, torch.float16, causal, is_dv_rounded_once=not causal)
 
 

@@ -22,7 +22,7 @@ ALL_SPECS = {
 }
 SHAPES = [
     Shape(1, 2, 1, 300, 300, 64),  # a group of heads; keys and queries that end within a block
-    Shape(2, 3, 1, 140, 140, 128),  # dq at once, not a block late; a tile must leave before the next one comes
+    Shape(2, 3, 1, 140, 140, 128),  # dq in step, not a block late; a tile must leave before the next one comes
     Shape(3, 3, 3, 130, 130, 64),  # more kv heads than are taken at a time
     Shape(1, 1, 1, 1, 1, 64),
 ]
@@ -86,7 +86,7 @@ def test_any_gradient_of_y(simulate):  # noqa: F811
 @interpreted
 @pytest.mark.parametrize("name", ["q", "v"])
 def test_a_gradient_of_y_that_is_an_input(name, simulate):  # noqa: F811
-    """In it no row may be negated."""
+    """An input's rows may not be negated."""
     simulate(seed=0)
     call, output = with_negative_rows(Shape(1, 2, 2, 140, 140, 64))
     dy = getattr(call, name)
@@ -145,8 +145,8 @@ def test_programs_have_as_many_items_as_others_or_one_less():
 
 @interpreted
 def test_what_is_timed_beside_cudnn_runs_and_is_checked(simulate, monkeypatch):  # noqa: F811
-    from benchmarks import hopper_backward as of_backward
-    from benchmarks import hopper_forward as of_forward
+    from benchmarks import sm90_backward as of_backward
+    from benchmarks import sm90_forward as of_forward
 
     simulate(seed=0)
     call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 1, 70, 70, 64), torch.float16))
@@ -167,7 +167,7 @@ def given(shape: Shape, dtype: torch.dtype) -> tuple[Call, torch.Tensor, Output]
 
 
 def same(found: Gradients, right: Gradients, tolerance: float = 2e-3) -> bool:
-    """dk, dv and numbers per row to the bit. Additions to dq have no order, and after that it is rounded."""
+    """Compare dk, dv and row statistics to the bit. Additions to dq have no order, and after that it is rounded."""
     dq, expected = found[0].double(), right[0].double()
     off, rest = dq - expected, zip(found[1:], right[1:], strict=True)
     is_near = float(off.norm()) < tolerance * float(expected.norm())
@@ -187,15 +187,15 @@ def test_no_order_of_events_changes_a_bit_of_what_has_one(shape, simulate):  # n
 
 
 # Mistakes, by what they replace and with what, and the shape that meets them.
-LATE, AT_ONCE = SHAPES[:2]
+LATE, IN_STEP = SHAPES[:2]
 MISTAKES = {
     "keys are not waited for": ("wait_full(kv_full, n, tile, TILES)", "pass", LATE),
-    "keys are overwritten": ("wait_free(kv_free, n, slot, TILES)", "pass", AT_ONCE),
-    "one group frees a tile": ("init(kv_free.index(tile), count=2)", "init(kv_free.index(tile), count=1)", AT_ONCE),
-    "dk has not left yet": ("        tma.store_wait(0)\n        mbarrier", "        mbarrier", AT_ONCE),
-    "queries are not waited for": ("wait_full(full, i, slot, STAGES)", "pass", LATE),
-    "one group frees a slot": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)", LATE),
-    "numbers of rows are not waited for": (
+    "keys are overwritten": ("wait_free(kv_free, n, stage, TILES)", "pass", IN_STEP),
+    "one group frees a tile": ("init(kv_free.index(tile), count=2)", "init(kv_free.index(tile), count=1)", IN_STEP),
+    "dk has not left yet": ("        tma.store_wait(0)\n        mbarrier", "        mbarrier", IN_STEP),
+    "queries are not waited for": ("wait_full(full, i, stage, STAGES)", "pass", LATE),
+    "one group frees a stage": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)", LATE),
+    "row statistics are not waited for": (
         "init(full.index(stage), count=2)", "init(full.index(stage), count=1)", LATE
     ),
     "half of the gradients of scores": (
@@ -210,13 +210,13 @@ MISTAKES = {
     "dq is overwritten": ("mbarrier.wait(dq_free.index(0), (i & 1) ^ 1)", "pass", LATE),
     "half of dq is added": ("init(dq_full.index(0), count=2)", "init(dq_full.index(0), count=1)", LATE),
     "dk overwrites keys": ("mbarrier.wait(ds_free.index(j & 1), ((j + 1) >> 1) & 1)", "pass", LATE),
-    "dk overwrites keys, at once": ("        else:\n            mbarrier.wait(ds_free.index(0), (i & 1) ^ 1)",
-                                    "        else:\n            pass", AT_ONCE),
+    "dk overwrites keys, in step": ("        else:\n            mbarrier.wait(ds_free.index(0), (i & 1) ^ 1)",
+                                    "        else:\n            pass", IN_STEP),
     "no fence": (
         "fence_async_shared()\n        mbarrier.arrive(ds_full.index(j", "mbarrier.arrive(ds_full.index(j", LATE
     ),
     "the diagonal is not masked": ("b_p = gl.where(m_seen, b_p, 0.0)", "pass", LATE),
-    "signs of delta are forgotten": ("b_delta = gl.where(is_negative, -b_delta, b_delta)", "pass", AT_ONCE),
+    "signs of delta are forgotten": ("b_delta = gl.where(is_negative, -b_delta, b_delta)", "pass", IN_STEP),
     "signs of beta are forgotten": ("b_beta = gl.where(is_negative, -b_beta, b_beta)", "pass", LATE),
     "beta of later blocks is forgotten": ("mask=(o_d < D) & (after < T)", "mask=o_d < 0", LATE),
 }  # fmt: skip
@@ -239,15 +239,15 @@ def test_the_simulation_finds(name, simulate):  # noqa: F811
     assert shows_in_some_order(is_wrong)
 
 
-# The same for the kernel of numbers per row: specs and query heads of two kv heads. Only a head alone may fall behind
+# The same for the preprocess kernel: specs and query heads of two kv heads. Only a head alone may fall behind
 # by two tiles of values.
 PLAIN, GATED, ALONE = ("affine", 4), ("affine_gated", 4), ("affine", 2)
 ROW_MISTAKES = {
-    "tiles are not waited for": ("wait_full(full, i, slot, STAGES)", "pass", PLAIN),
-    "tiles are overwritten": ("wait_free(free, i, slot, STAGES)", "pass", PLAIN),
+    "tiles are not waited for": ("wait_full(full, i, stage, STAGES)", "pass", PLAIN),
+    "tiles are overwritten": ("wait_free(free, i, stage, STAGES)", "pass", PLAIN),
     "tiles are freed before they are read": (
         "            b_do = s_dy.load(LAYOUT)\n",
-        "            mbarrier.arrive(free.index(slot), count=1)\n            b_do = s_dy.load(LAYOUT)\n", PLAIN,
+        "            mbarrier.arrive(free.index(stage), count=1)\n            b_do = s_dy.load(LAYOUT)\n", PLAIN,
     ),
     "small copies are not waited for": (
         "            async_copy.mbarrier_arrive(my_full, increment_count=False)\n"
@@ -255,17 +255,17 @@ ROW_MISTAKES = {
         "            mbarrier.expect(my_full, TENSORS * BYTES)\n            mbarrier.arrive(my_full, count=32)",
         PLAIN,
     ),
-    "values are not waited for": ("wait_full(v_full, n, slot, STAGES)", "pass", PLAIN),
-    "values are overwritten": ("wait_free(v_free, n, slot, STAGES)", "pass", ALONE),
+    "values are not waited for": ("wait_full(v_full, n, stage, STAGES)", "pass", PLAIN),
+    "values are overwritten": ("wait_free(v_free, n, stage, STAGES)", "pass", ALONE),
     "values are freed before the sums": (
         "            b_u = warpgroup_mma_wait(",
-        "            mbarrier.arrive(v_free.index(slot), count=1)\n            b_u = warpgroup_mma_wait(",
+        "            mbarrier.arrive(v_free.index(stage), count=1)\n            b_u = warpgroup_mma_wait(",
         PLAIN,
     ),
     "dgate has not left yet": ("                tma.store_wait(2)\n", "", GATED),
     "no fence for the triangle": ("    fence_async_shared()\n    memory", "    memory", PLAIN),
     "no fence": ("                fence_async_shared()\n", "", GATED),
-    "the numbers behind the last row": ("    return gl.where(m_t, ", "    return gl.where(m_t | True, ", PLAIN),
+    "statistics past the last row": ("    return gl.where(m_t, ", "    return gl.where(m_t | True, ", PLAIN),
     "only the last head's total": ("b_weighted += (b_gate", "b_weighted = (b_gate", PLAIN),
     "rows are not negated": ("b_least = gl.minimum(b_least, b_factor)", "pass", PLAIN),
     "values of the other half": (" & (o_j[None, :] % PARTS == o_i[:, None] % PARTS)", "", PLAIN),
@@ -274,7 +274,7 @@ ROW_MISTAKES = {
 
 @interpreted
 @pytest.mark.parametrize("name", ROW_MISTAKES)
-def test_the_simulation_finds_in_the_rows(name, simulate):  # noqa: F811
+def test_the_simulation_finds_in_the_preprocess(name, simulate):  # noqa: F811
     from tests.support.gluon_on_cpu import mistake, shows_in_some_order
 
     old, new, (spec, heads) = ROW_MISTAKES[name]

@@ -23,7 +23,7 @@ ALL_SPECS = {
 }
 SIMULATED = [
     Shape(2, 2, 1, 300, 300, 64),  # several tiles to a program, whole and cut short; a group of heads
-    Shape(1, 3, 1, 129, 129, 128),  # a ring of two slots, which goes round in every tile
+    Shape(1, 3, 1, 129, 129, 128),  # a ring of two stages, which goes round in every tile
     Shape(1, 2, 2, 1, 1, 64),  # one token
 ]
 
@@ -76,18 +76,18 @@ def test_no_order_of_events_changes_a_bit(name, shape, simulate):  # noqa: F811
 MISTAKES = {
     "q is not waited for": ("mbarrier.wait(q_full.index(group), n & 1)", "pass"),
     "q is overwritten": ("mbarrier.wait(q_free.index(group), (n & 1) ^ 1)", "pass"),
-    "a slot is overwritten": ("wait_free(free, i, slot, STAGES)", "pass"),
-    "a slot is not waited for": (
+    "a stage is overwritten": ("wait_free(free, i, stage, STAGES)", "pass"),
+    "a stage is not waited for": (
         "            wait_full(full, i, i & (STAGES - 1), STAGES)\n            b_acc", "            b_acc"
     ),
-    "one group frees a slot": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)"),
-    "a slot is free before its product": (
+    "one group frees a stage": ("init(free.index(stage), count=2)", "init(free.index(stage), count=1)"),
+    "a stage is free before its MMA": (
         "            b_acc = warpgroup_mma_wait(0, deps=(t_acc,))\n"
-        "            mbarrier.arrive(free.index(slot), count=1)\n",
-        "            mbarrier.arrive(free.index(slot), count=1)\n"
+        "            mbarrier.arrive(free.index(stage), count=1)\n",
+        "            mbarrier.arrive(free.index(stage), count=1)\n"
         "            b_acc = warpgroup_mma_wait(0, deps=(t_acc,))\n",
     ),
-    "a slot is never free": ("        mbarrier.arrive(free.index(slot), count=1)\n        i += 1", "        i += 1"),
+    "a stage is never free": ("        mbarrier.arrive(free.index(stage), count=1)\n        i += 1", "        i += 1"),
     "a phase is the wrong one": ("wait(q_free.index(group), (n & 1) ^ 1)", "wait(q_free.index(group), n & 1)"),
     "scores are not waited for": ("warpgroup_mma_wait(1, deps=(t_qk,))", "warpgroup_mma_wait(2, deps=(t_qk,))"),
     "sums are not waited for": ("wait_full(before_full, n, n & 1, 2)", "pass"),
@@ -107,7 +107,7 @@ MISTAKES = {
 def test_the_simulation_finds(name, simulate):  # noqa: F811
     from tests.support.gluon_on_cpu import mistake, shows_in_some_order
 
-    # Where there is a gate, its wait for y is one for o as well; slots are used again at once where there are two.
+    # Where there is a gate, its wait for y is one for o as well; stages are used again at once where there are two.
     spec = ALL_SPECS["sink+affine" if name == "o is overwritten" else "sink+affine+elementwise"]
     calls = [checked_call(**random_inputs(spec, replace(SIMULATED[0], head_dim=d), torch.bfloat16)) for d in (64, 128)]
     simulate(seed=0)

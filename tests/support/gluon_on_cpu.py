@@ -6,9 +6,9 @@ time, and what is asynchronous takes its time. A seed decides who runs next and 
 for too little read what is not there yet, and parts that wait for too much never end; both are errors, and so are
 
 - reads outside a tensor, or of shared memory that nothing was written to;
-- shared memory that changes while a product or a copy still reads it;
-- what threads have written read by a copy or a product without a fence between;
-- a barrier with more arrivals than it waits for, products and copies that nobody waits for.
+- shared memory that changes while an MMA or a copy still reads it;
+- what threads have written read by a copy or an MMA without a fence between;
+- a barrier with more arrivals than it waits for, MMAs and copies that nobody waits for.
 
 Not here: layouts, which the compiler checks, and the warps of one part, which it synchronises.
 """
@@ -53,7 +53,7 @@ class Block(Tensor):
 
 
 class Pointer:
-    """Into the memory of a tensor, which its offsets may not leave."""
+    """A place in the memory of a tensor, which its offsets may not leave."""
 
     def __init__(self, memory: Tensor, offset: Any = 0):
         self.memory, self.offset = memory, offset
@@ -68,7 +68,7 @@ class Pointer:
         return Pointer(self.memory, self.offset + offset)
 
     def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
-        """As the number that inline assembly takes."""
+        """Return this pointer, the number that inline assembly takes."""
         return self
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Pointer:
 class Shared:
     """A view of shared memory, and of what may be done with each of its numbers."""
 
-    def __init__(self, device: "_Multiprocessor", values: Tensor, state: Tensor):
+    def __init__(self, device: "_SM", values: Tensor, state: Tensor):
         self.device, self.values, self.state = device, values, state
 
     @property
@@ -135,7 +135,7 @@ class Shared:
         if (self.state == _ARRIVING).any():
             raise Fault("shared memory is read while a copy into it is under way")
         if not by_threads and (self.state == _UNFENCED).any():
-            raise Fault("what threads have written is read by a copy or a product without a fence between")
+            raise Fault("what threads have written is read by a copy or an MMA without a fence between")
 
 
 class _Reading:
@@ -150,12 +150,12 @@ class _Reading:
         for one, before in zip(self.memory, self.before, strict=True):
             one.check_ready()
             if not torch.equal(one.values, before):
-                raise Fault("shared memory changes while a copy or a product reads it")
+                raise Fault("shared memory changes while a copy or an MMA reads it")
         return self.before
 
 
-class _Product(_Reading):
-    """A product on its way: what it gives is there only after the wait."""
+class _MMA(_Reading):
+    """An MMA in flight: its result is there only after the wait."""
 
     def __init__(self, a: Any, b: Shared, acc: Tensor | None):
         super().__init__([x for x in (a, b) if isinstance(x, Shared)])
@@ -236,7 +236,7 @@ class Barrier:
         self._end_phase()
 
     def has_ended(self, parity: Any) -> bool:
-        """Whether the phase of this parity has ended; as the GPU has it, the one before the first has."""
+        """Return True if the phase of this parity has ended; as the GPU has it, the one before the first has."""
         return self.phase & 1 != int(parity)
 
     def _end_phase(self) -> None:
@@ -247,10 +247,10 @@ class Barrier:
 class _Part:
     """A thread of its own for one part of a kernel; it runs only while it has the turn."""
 
-    def __init__(self, device: "_Multiprocessor", function: Callable, arguments: tuple):
+    def __init__(self, device: "_SM", function: Callable, arguments: tuple):
         self.is_ready: Callable[[], bool] = lambda: True
         self.unfenced: list[Tensor] = []
-        self.products: list[_Product] = []
+        self.mmas: list[_MMA] = []
         self.stores: list[_Store] = []
         # Copies that its threads have asked for, and of which no barrier has been told.
         self.copies: list[tuple[Shared, Pointer, Any]] = []
@@ -268,8 +268,8 @@ class _Part:
             if not self.is_given_up:
                 with torch.no_grad():  # a setting of threads
                     self.function(*self.arguments)
-                if self.products or self.stores or self.copies:
-                    raise Fault("a part ends with products or copies that it has not waited for")
+                if self.mmas or self.stores or self.copies:
+                    raise Fault("a part ends with MMAs or copies that it has not waited for")
         except BaseException as error:
             self.error = error
         self.is_done = True
@@ -287,8 +287,8 @@ class _Part:
         self.device.turn.acquire()
 
 
-class _Multiprocessor:
-    """One program of the grid: its memory, its parts, and what is under way."""
+class _SM:
+    """One CTA of the grid: its memory, its parts, and what is in flight."""
 
     def __init__(self, program: int, chance: random.Random):
         self.program, self.chance = program, chance
@@ -331,7 +331,7 @@ class _Multiprocessor:
                 part.go_on()
 
 
-def _run(devices: list[_Multiprocessor], chance: random.Random) -> None:
+def _run(devices: list[_SM], chance: random.Random) -> None:
     """All programs of a grid at the same time."""
     try:
         while not all(part.is_done for device in devices for part in device.parts):
@@ -364,7 +364,7 @@ class Simulated:
 
         def launch(num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **arguments: Any) -> None:
             passed = {name: _as_in_kernels(x) for name, x in arguments.items()}
-            devices = [_Multiprocessor(program, self.chance) for program in range(grid[0])]
+            devices = [_SM(program, self.chance) for program in range(grid[0])]
             for device in devices:
                 names = _constants(self.module) | _words(device, grid[0])
                 for code in (*imported, own):
@@ -386,7 +386,7 @@ def mistake(old: str, new: str) -> Callable[[str], str]:
 
 
 def shows_in_some_order(is_wrong: Callable[[int], bool]) -> bool:
-    """Whether with one of some seeds the run fails, or is wrong."""
+    """Return True if with one of some seeds the run fails, or is wrong."""
     for seed in range(24):
         try:
             if is_wrong(seed):
@@ -435,7 +435,7 @@ def _overlap(descriptor: Any, corner: list) -> Tensor:
     return descriptor.tensor[tuple(slice(start, start + n) for start, n in zip(starts, descriptor.block, strict=True))]
 
 
-def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
+def _words(device: _SM, programs: int) -> dict[str, Any]:
     """What Gluon's words mean here."""
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -507,19 +507,19 @@ def _words(device: _Multiprocessor, programs: int) -> dict[str, Any]:
             state[state == _UNFENCED] = _READY
         device.running.unfenced = []
 
-    def mma(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> _Product:
+    def mma(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> _MMA:
         assert is_async
         device.step()
-        device.running.products.append(_Product(a, b, acc if use_acc else None))
-        return device.running.products[-1]
+        device.running.mmas.append(_MMA(a, b, acc if use_acc else None))
+        return device.running.mmas[-1]
 
     def mma_wait(left: int, deps: tuple) -> Tensor:
         device.step()
-        _end_all_but(left, device.running.products)
-        (product,) = deps
-        if product.result is None:
-            raise Fault("a product is used that was not waited for")
-        return product.result
+        _end_all_but(left, device.running.mmas)
+        (issued,) = deps
+        if issued.result is None:
+            raise Fault("an MMA is used that was not waited for")
+        return issued.result
 
     def static_assert(condition: bool, message: str) -> None:
         assert condition, message

@@ -17,7 +17,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def losses(variant: str, data: Path, output: Path) -> list[float]:
-    """With a teacher and a share of the hard loss, so that every part of the loss counts."""
+    """Return losses with a teacher and a share of the hard loss, so that every part of the loss counts."""
     chosen = tiny(data, attention=variant, steps=20, decay_steps=5, teacher="nano", loss="forward_kl", hard=0.5)
     run(chosen, output)
     return [row["loss"] for row in metrics(output)]

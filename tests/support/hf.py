@@ -26,7 +26,7 @@ def tiny_config(attention="affine", **changes) -> AffineAttnConfig:
 
 
 def tiny_model(attention="affine", **changes) -> AffineAttnForCausalLM:
-    """In eval mode, in fp32, with stage parameters that matter."""
+    """Make a model in eval mode, in fp32, with stage parameters that matter."""
     torch.manual_seed(1)
     return stir(AffineAttnForCausalLM(tiny_config(attention, **changes))).eval()
 

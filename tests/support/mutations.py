@@ -87,7 +87,7 @@ MUTATIONS: dict[str, Mutation] = {
     "the gradient of a sink is summed in 16 bits": Mutation(
         EPILOGUE, "dsink.sum((0, 2)) if", "dsink.to(call.q.dtype).sum((0, 2)) if", _ROUNDED_ONCE
     ),
-    "numbers per row are sums of rounded products": Mutation(
+    "row statistics are sums of rounded products": Mutation(
         EPILOGUE, "g, o_rows = dy[:, :, rows].to(dtype), ", "g, o_rows = dy[:, :, rows], ", _ROUNDED_ONCE
     ),
     "a sink of -inf on a row without keys, in a kernel": Mutation(
@@ -116,7 +116,7 @@ MUTATIONS: dict[str, Mutation] = {
     "keys that every query sees get the sum of the last segment": Mutation(
         FUSED, "self.totals[:, 0]", "self.totals[:, -1]", _epilogue(f"affine-{_OF_GROUPS}-causal-positive")
     ),
-    "gradients of numbers per row are those of the first columns": Mutation(
+    "gradients of row statistics are those of the first columns": Mutation(
         FUSED, "functools.reduce(torch.add, x)", "x[0]",
         _in("kernels/interpreter", "slices_of_columns_of_several_sequences"),
     ),
@@ -244,7 +244,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("kernels/sm90_forward", "programs_share_the_tiles_evenly"),
     ),
     "a head of those at once is left out": Mutation(
-        SCHEDULER, "places[first : first + heads_at_once]", "places[first : first + heads_at_once - 1]",
+        SCHEDULER, "places[first : first + heads_together]", "places[first : first + heads_together - 1]",
         _in("kernels/sm90_forward", "programs_share_the_tiles_evenly"),
     ),
     "a list of tiles ends where its program still looks": Mutation(

@@ -1,4 +1,4 @@
-"""Where tests of the kernels for Hopper run: on such a GPU, or simulated on the CPU, in Triton's interpreter."""
+"""Places for tests of the sm90 kernels: on such a GPU, or simulated on the CPU, in Triton's interpreter."""
 
 from functools import partial
 

@@ -34,7 +34,7 @@ def teacher() -> AffineAttnForCausalLM:
 
 
 def ddp(chosen: Recipe, output: Path) -> torch.nn.Module:
-    """Through Trainer, once whole and once resumed from the middle."""
+    """Train through Trainer, once whole and once resumed from the middle."""
     resumed = Path(f"{output}, resumed")
     trainer(chosen, output, teacher()).train()
     if dist.get_rank() == 0:

@@ -76,7 +76,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
 
 
 def _tile(rows: int, dim: int, bytes_per_element: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_D, warps): a product wants at least 16 rows; K and V tiles have constant bytes."""
+    """Return (BLOCK_M, BLOCK_N, BLOCK_D, warps): an MMA needs at least 16 rows; K and V tiles have constant bytes."""
     is_wide = bytes_per_element > 2
     block_d = padded(dim)
     block_m = min(16 if is_wide else 64, padded(rows))
@@ -109,7 +109,7 @@ def choose_splits(programs: int, tiles: int, slots: int) -> int:
 
 
 def _early(device: torch.device) -> dict[str, bool]:
-    """Launched while the kernel before it ends, from Hopper on: a step of decoding is short enough to notice."""
+    """Return options of a launch that overlaps the end of the kernel before it: steps of decoding are short."""
     if capability(device) >= (9, 0) and not INTERPRETED:
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -77,7 +77,7 @@ class RowGradients:
         self.du = None if call.beta is None else torch.empty(values, dtype=dtype, device=o.device)
         for rows, u in _value_tiles(call):
             alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-            # In fp32 before any product: those of 16-bit numbers would be rounded to 16 bits.
+            # In fp32 before any multiplication: 16-bit results would be rounded to 16 bits.
             g, o_rows = dy[:, :, rows].to(dtype), o[:, :, rows]
             if gate is not None:
                 per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)

@@ -108,7 +108,7 @@ def _backward_query_tiles(
             )  # fmt: skip
             b_p = tl.where(m_visible, b_p, 0.0)
         b_ds = b_p
-        if LOGIT == SCALE_INVARIANT:  # now rather than after the next products: frees the factor's registers
+        if LOGIT == SCALE_INVARIANT:  # now rather than after the next MMAs: frees the factor's registers
             b_ds = b_p * b_factor
         b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, D, BLOCK_D, MASKED)
         b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
@@ -242,7 +242,7 @@ def _backward_key_tiles(
             Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS, MASKED, FAR, True, BLOCK_N,
         )  # fmt: skip
         b_ds = tl.exp2(b_score2 - b_lse2[:, None])
-        if LOGIT == SCALE_INVARIANT:  # now rather than after the next product: frees the factor's registers
+        if LOGIT == SCALE_INVARIANT:  # now rather than after the next MMA: frees the factor's registers
             b_ds = b_ds * b_factor
         b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")  # [M,N]

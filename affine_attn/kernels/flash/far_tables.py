@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.kernels.device import kept, uploaded
+from affine_attn.kernels.device import cached, to_device
 from affine_attn.kernels.launch import LOG2E
 
 # A tile is far when every row is at least this many tile half-widths from its centre: from there on the tables below
@@ -26,7 +26,7 @@ class FarTables(NamedTuple):
     rising: Tensor  # fp16 [16, width]: the same at c - width/2 + i (columns are queries)
 
 
-@kept
+@cached
 def far_tables(tau: float, width: int, length: int, device: torch.device) -> FarTables:
     """f(t) = sqrt(log2e + 2 log2(1 + t/tau)) as (coefficients @ basis), good from FAR_RATIO half-widths on."""
     half = width // 2
@@ -49,4 +49,4 @@ def far_tables(tau: float, width: int, length: int, device: torch.device) -> Far
         rest[:, degree] -= coefficients[:, slot].double()
         falling[slot] = torch.cos(degree * torch.acos(offset)).half()
         rising[slot] = torch.cos(degree * torch.acos(-offset)).half()
-    return FarTables(*uploaded((coefficients, falling, rising), device))
+    return FarTables(*to_device((coefficients, falling, rising), device))

@@ -177,9 +177,9 @@ def flash_statistics_kernel(
     HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Per query row, fp32, natural units: log-sum-exp, softmax-weighted mean score (entropy = lse - mean), largest
-    score, sum of the scores of the visible keys, score of the row's first visible key (p_first_key int32
-    [B,Tq], -1 = none). A row without visible keys gives (-inf, 0, -inf, 0, -inf).
+    """Write for each query row, in fp32 and natural units: log-sum-exp, softmax-weighted mean score (entropy = lse -
+    mean), largest score, sum of the scores of the visible keys, score of the row's first visible key (p_first_key
+    int32 [B,Tq], -1 = none). A row without visible keys gives (-inf, 0, -inf, 0, -inf).
     No values are read. Grid (cdiv(Tq, BLOCK_M), B*H)."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     o_bh = tl.program_id(1).to(tl.int64)

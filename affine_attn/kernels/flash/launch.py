@@ -57,7 +57,7 @@ CONFIGS = {
     },
 }
 LOGITS = {type(None): PLAIN, ScaleInvariant: SCALE_INVARIANT, Alibi: ALIBI}
-# fp32 inputs use exact fp32 products on the plain cores: small tiles, correctness only.
+# fp32 inputs use exact fp32 MMAs on the plain cores: small tiles, correctness only.
 CONFIG_FP32 = Config(32, 32, num_warps=4, num_stages=1)
 
 

@@ -15,7 +15,7 @@ The constant log2e is the same for every key, so the kernels leave it out and ad
 How f is obtained decides the speed (Triton's log2 alone is some twenty instructions, a plain score about nine):
   near tiles   exact, per score: fast log2 and rsqrt of the special-function unit
   far tiles    f is smooth there: a Chebyshev polynomial in the column offset, one set of coefficients per row. That is
-               a matrix product of inner size FAR_SLOTS = 16, so the TENSOR CORE evaluates it: no work per score.
+               a matmul of inner size FAR_SLOTS = 16, so the TENSOR CORE evaluates it: no work per score.
                Coefficients depend on the distance of row and tile centre only and come from a table; both factors are
                fp16, cut into pieces that add up to fp32 accuracy (far_tables.py). A tile is far when
                all its rows are at least FAR_RATIO half-widths from its centre.

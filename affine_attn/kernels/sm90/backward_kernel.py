@@ -1,22 +1,22 @@
-"""Gluon kernel: the backward of causal attention for Hopper, with what beta adds to the gradient of v.
+"""Gluon kernel: the sm90 backward of causal attention, with what beta adds to the gradient of v.
 
 Affine weights are alpha * p + beta. In a backward that has the weights of a block in registers before it multiplies
 them with dy, beta is one addition. It is needed in blocks on the diagonal alone: queries of later blocks see all keys
-of a tile, so each of these gets the same sum of beta * dy, of which sm90_preprocess_kernel has made the parts.
+of a tile, so each of these gets the same sum of beta * dy, whose parts sm90_preprocess_kernel has computed.
 
-One program per SM goes from tile to tile, in an order that the host has made; a tile is N keys of one kv
-head. It goes through the query heads that share them, and for each through the blocks of M queries from the diagonal to
-the end; dk and dv stay in registers. Two groups of four warps have N / 2 keys each, and everything the other way round,
-keys down and queries across, so that weights and their gradients are left operands of products as they are. Gradients
-of scores go through shared memory for dq, of which each group computes one half of the columns. One warp loads, one
-brings row statistics, one adds dq to what other programs have added. All run ahead into the next tile as far as
-their slots allow.
+One CTA per SM computes the tiles that the tile scheduler gives it; a tile is N keys of one kv head. It goes through the
+query heads that share them, and for each through the blocks of M queries from the diagonal to the end; dk and dv stay
+in registers. Two consumer warpgroups have N / 2 keys each, and everything transposed, keys down and queries across, so
+that weights and their gradients are left operands of the MMAs as they are. Gradients of scores go through shared memory
+for dq, of which each warpgroup computes one half of the columns. One producer warp loads tiles, one loads row
+statistics, one adds dq to what other CTAs have added. All run ahead into the next tile as far as their pipeline stages
+allow.
 
-Scores begin at -lse / scale, and products of v and dy at -<dy, o>, where others begin at 0: what the next step wants to
-subtract is there already. A load behind the products would wait for all of them.
+MMA accumulators need not start at zero: scores start at -lse / scale, and dy v' at -<dy, o>. What the next step wants
+to subtract is there already; a load behind the MMAs would wait for all of them.
 
-Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
-offsets, m_ mask. T tokens. Barriers: full, of what is there, and free, of what is done with.
+Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that an MMA is computing, o_
+offsets, m_ mask. T tokens. Barriers: full and free, see pipeline.py.
 """
 
 import triton.language as tl
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from affine_attn.kernels.sm90.pipeline import matrix, nth_tile, tile_count, wait_free, wait_full
 
-# Keys of a tile, and of a group of its warps; queries at a time.
+# Keys of a tile, and of a warpgroup; queries at a time.
 N = tl.constexpr(128)
 HALF = tl.constexpr(64)
 M = tl.constexpr(64)
@@ -42,26 +42,26 @@ M = tl.constexpr(64)
 def _load(
     inputs, memory, barriers, order, T, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr
 ):  # fmt: skip
-    """The warp that loads."""
+    """Load tiles of k and v, and blocks of q and dy: a producer warp."""
     d_q, d_k, d_v, d_dy = inputs
     s_k, s_v, s_q, s_dy = memory[0], memory[1], memory[2], memory[3]
     kv_full, kv_free, full, free = barriers[0], barriers[1], barriers[2], barriers[3]
     i = 0
     for n in range(tile_count(order)):
         b, kv, _, key0 = nth_tile(order, n)
-        slot = n % TILES
-        wait_free(kv_free, n, slot, TILES)
-        mbarrier.expect(kv_full.index(slot), 2 * N * D * 2)
-        tma.async_copy_global_to_shared(d_k, [b, kv, key0, 0], kv_full.index(slot), s_k.index(slot))
-        tma.async_copy_global_to_shared(d_v, [b, kv, key0, 0], kv_full.index(slot), s_v.index(slot))
+        stage = n % TILES
+        wait_free(kv_free, n, stage, TILES)
+        mbarrier.expect(kv_full.index(stage), 2 * N * D * 2)
+        tma.async_copy_global_to_shared(d_k, [b, kv, key0, 0], kv_full.index(stage), s_k.index(stage))
+        tma.async_copy_global_to_shared(d_v, [b, kv, key0, 0], kv_full.index(stage), s_v.index(stage))
         for g in range(GROUP):
             for row0 in range(key0, T, M):
-                slot = i % STAGES
-                wait_free(free, i, slot, STAGES)
-                mbarrier.expect(full.index(slot), 2 * M * D * 2)
+                stage = i % STAGES
+                wait_free(free, i, stage, STAGES)
+                mbarrier.expect(full.index(stage), 2 * M * D * 2)
                 corner = [b, kv * GROUP + g, row0, 0]
-                tma.async_copy_global_to_shared(d_q, corner, full.index(slot), s_q.index(slot))
-                tma.async_copy_global_to_shared(d_dy, corner, full.index(slot), s_dy.index(slot))
+                tma.async_copy_global_to_shared(d_q, corner, full.index(stage), s_q.index(stage))
+                tma.async_copy_global_to_shared(d_dy, corner, full.index(stage), s_dy.index(stage))
                 i += 1
 
 
@@ -70,8 +70,8 @@ def _bring_rows(
     rows, memory, barriers, order, kv_heads, T, per_scale,
     GROUP: gl.constexpr, STAGES: gl.constexpr, HAS_BETA: gl.constexpr, HAS_SIGNS: gl.constexpr,
 ):  # fmt: skip
-    """A warp that brings numbers per query: what scores and products with v begin at, and beta. With HAS_SIGNS the
-    latter two change their sign where p_signs has a negative number, as rows of dy have."""
+    """Load row statistics, in a warp: what the accumulators of scores and dy v' start at, and beta. With HAS_SIGNS the
+    latter two change their sign where p_signs is negative, as rows of dy have."""
     p_lse, p_delta, p_beta, p_signs = rows
     s_rows = memory[5]
     full, free = barriers[2], barriers[3]
@@ -91,20 +91,19 @@ def _bring_rows(
                         is_negative = gl.load(p_signs + first + row0 + o, mask=m_t, other=1.0) < 0
                         b_delta = gl.where(is_negative, -b_delta, b_delta)
                         b_beta = gl.where(is_negative, -b_beta, b_beta)
-                slot = i % STAGES
-                wait_free(free, i, slot, STAGES)
-                s_rows.index(slot * 3).store(-b_lse * per_scale)
-                s_rows.index(slot * 3 + 1).store(-b_delta)
+                stage = i % STAGES
+                wait_free(free, i, stage, STAGES)
+                s_rows.index(stage * 3).store(-b_lse * per_scale)
+                s_rows.index(stage * 3 + 1).store(-b_delta)
                 if HAS_BETA:
-                    s_rows.index(slot * 3 + 2).store(b_beta)
-                mbarrier.arrive(full.index(slot), count=1)
+                    s_rows.index(stage * 3 + 2).store(b_beta)
+                mbarrier.arrive(full.index(stage), count=1)
                 i += 1
 
 
 @gluon.jit
 def _add_dq(p_dq, memory, barriers, order, kv_heads, T, GROUP: gl.constexpr, D: gl.constexpr):
-    """A warp that adds blocks of dq to what other programs have added. Not the groups themselves: their fences would
-    wait for it."""
+    """Add blocks of dq to what other CTAs have added, in a warp: fences of the warpgroups would wait for that."""
     ROWS: gl.constexpr = 1024 // D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [1, 1], [1, 0])
     s_dq = memory[6]
@@ -133,7 +132,7 @@ def _add_dq(p_dq, memory, barriers, order, kv_heads, T, GROUP: gl.constexpr, D: 
 
 @gluon.jit
 def _hand_over(i, b_dq, group: gl.constexpr, s_dq, barriers, COLUMNS: gl.constexpr):
-    """A group's half of the i-th block of dq."""
+    """Hand a warpgroup's half of the i-th block of dq to the warp that adds it."""
     dq_full, dq_free = barriers[6], barriers[7]
     mbarrier.wait(dq_free.index(0), (i & 1) ^ 1)
     s_dq.slice(group * COLUMNS, COLUMNS, dim=1).store(b_dq)
@@ -142,7 +141,7 @@ def _hand_over(i, b_dq, group: gl.constexpr, s_dq, barriers, COLUMNS: gl.constex
 
 @gluon.jit
 def _dq(ds, k, b_zero, group: gl.constexpr, COLUMNS: gl.constexpr):
-    """Half of the columns of dq: a group's."""
+    """Start the MMA of a warpgroup's half of the columns of dq."""
     return warpgroup_mma(
         ds.permute((1, 0)), k.slice(group * COLUMNS, COLUMNS, dim=1), b_zero, use_acc=False, is_async=True
     )
@@ -154,17 +153,17 @@ def _step(
     DIAGONAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HAS_BETA: gl.constexpr, LATE: gl.constexpr,
     LAYOUTS: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries, the i-th of the program. With LATE, dq is that of the block before, so that neither group
-    waits for the other; gradients of scores then lie in two buffers, j of them so far. The one before a tile's first
-    is of the tile before, and what comes of it is dropped."""
+    """Compute one block of queries, the i-th of the CTA. With LATE, dq is that of the block before, so that neither
+    warpgroup waits for the other; gradients of scores then lie in two buffers, j of them so far. The one before a
+    tile's first is of the tile before, and what comes of it is dropped."""
     S_LAYOUT: gl.constexpr = LAYOUTS[0]
     LEFT: gl.constexpr = LAYOUTS[1]
     Q_LAYOUT: gl.constexpr = LAYOUTS[2]
     DQ_COLUMNS: gl.constexpr = LAYOUTS[3]
     group: gl.constexpr = LAYOUTS[4]
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    # Plus 0, which the compiler does not know: else it computes addresses of all operands once, and has no registers to
-    # keep them in.
+    # Plus a 0 that the compiler does not know: else it computes addresses of all operands once, and has no registers
+    # to keep them in.
     zero = row0 >> 31
     k, v = matrix(memory[0], tile + zero, N, D), matrix(memory[1], tile + zero, N, D)
     my_k, my_v = k.slice(group * HALF, HALF), v.slice(group * HALF, HALF)
@@ -173,11 +172,11 @@ def _step(
     full, free, ds_full, ds_free = barriers[2], barriers[3], barriers[4], barriers[5]
     b_zero = gl.zeros([HALF, M], gl.float32, S_LAYOUT)
     b_dq_zero = gl.zeros([M, DQ_COLUMNS], gl.float32, Q_LAYOUT)
-    slot = i % STAGES
-    wait_full(full, i, slot, STAGES)
-    q, dy = matrix(s_q, slot, M, D), matrix(s_dy, slot, M, D)
-    b_start, _ = gl.broadcast(s_rows.index(slot * 3).load(COLUMNS)[None, :], b_zero)
-    b_minus_delta, _ = gl.broadcast(s_rows.index(slot * 3 + 1).load(COLUMNS)[None, :], b_zero)
+    stage = i % STAGES
+    wait_full(full, i, stage, STAGES)
+    q, dy = matrix(s_q, stage, M, D), matrix(s_dy, stage, M, D)
+    b_start, _ = gl.broadcast(s_rows.index(stage * 3).load(COLUMNS)[None, :], b_zero)
+    b_minus_delta, _ = gl.broadcast(s_rows.index(stage * 3 + 1).load(COLUMNS)[None, :], b_zero)
     t_s = warpgroup_mma(my_k, q.permute((1, 0)), b_start, is_async=True)
     t_dp = warpgroup_mma(my_v, dy.permute((1, 0)), b_minus_delta, is_async=True)
     if LATE:
@@ -189,7 +188,7 @@ def _step(
         b_p = gl.where(m_seen, b_p, 0.0)
     b_w = b_p
     if HAS_BETA and DIAGONAL:
-        b_w = gl.where(m_seen, b_p + s_rows.index(slot * 3 + 2).load(COLUMNS)[None, :], 0.0)
+        b_w = gl.where(m_seen, b_p + s_rows.index(stage * 3 + 2).load(COLUMNS)[None, :], 0.0)
     t_dv = warpgroup_mma(gl.convert_layout(b_w.to(s_q.dtype), LEFT), dy, b_dv, is_async=True)
     b_ds = (b_p * warpgroup_mma_wait(1 + LATE, deps=(t_dp,))).to(s_q.dtype)
     if LATE:
@@ -217,7 +216,7 @@ def _step(
         mbarrier.arrive(ds_free.index(0), count=1)
         _hand_over(i, b_dq, group, memory[6], barriers, DQ_COLUMNS)
     b_dk = warpgroup_mma_wait(0, deps=(t_dk,))
-    mbarrier.arrive(free.index(slot), count=1)
+    mbarrier.arrive(free.index(stage), count=1)
     return b_dk, b_dv
 
 
@@ -227,7 +226,7 @@ def _differentiate(
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, HAS_BETA: gl.constexpr,
     LATE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps, with HALF of the keys of each tile."""
+    """Compute dk and dv of HALF of the keys of each tile: a consumer warpgroup."""
     DQ_COLUMNS: gl.constexpr = D // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -279,7 +278,7 @@ def _differentiate(
             after = key0 + N
             p_row = p_after + ((b * kv_heads + kv).to(gl.int64) * segments + after // SEGMENT) * D
             b_dv += gl.load(p_row + o_d, mask=(o_d < D) & (after < T), other=0.0)[None, :]
-        # Both groups are done with all of k.
+        # Both warpgroups are done with all of k.
         k.slice(group * HALF, HALF).store((b_dk * scale).to(s_q.dtype))
         v.slice(group * HALF, HALF).store(b_dv.to(s_q.dtype))
         fence_async_shared()
@@ -297,7 +296,7 @@ def sm90_backward_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, HAS_BETA: gl.constexpr,
     HAS_SIGNS: gl.constexpr, LATE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv. dq without its scale is added to p_dq: float32, 0 before, its rows padded to a multiple of M.
+    """Write dk and dv, and add dq without its scale to p_dq: float32, 0 before, its rows padded to a multiple of M.
 
     `factor` is the scale times log2(e), lse the log-sum-exp less the logarithm of |row factor|, delta <dy, o>; dy,
     delta and beta come negated where the row factor is negative, or with HAS_SIGNS dy alone, and p_signs tells where

@@ -1,6 +1,6 @@
 """Launch the sm90 forward: attention, sink, alpha, beta and gate in one kernel.
 
-It returns what the attention and ``apply_epilogue`` would, so the backward is the same. benchmarks/hopper_forward.py
+It returns what the attention and ``apply_epilogue`` would, so the backward is the same. benchmarks/sm90_forward.py
 times it beside the stock kernel with its epilogue.
 """
 
@@ -21,7 +21,7 @@ from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, 
 STAGES = {64: 4, 128: 2}
 # Heads at a time: all their tiles come before those of the next ones, so that their keys and values stay in the cache.
 _HEADS = 32
-# What a tile costs besides its blocks of keys (its first products, its epilogue), as a number of blocks.
+# What a tile costs besides its blocks of keys (its first MMAs, its epilogue), as a number of blocks.
 _TILE_COST = 1.5
 
 
@@ -66,7 +66,7 @@ def _elementwise(call: Call) -> Tensor | None:
 
 
 def forward(call: Call) -> Output:
-    """Run all stages at once; see :func:`why_not`."""
+    """Run all stages in one kernel; see :func:`why_not`."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
     is_affine, tiling = call.alpha is not None, tiling_of(call)

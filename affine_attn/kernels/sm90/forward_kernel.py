@@ -1,21 +1,22 @@
-"""Gluon kernel: causal attention for Hopper that finishes its rows while they are in registers.
+"""Gluon kernel: the sm90 forward, causal attention that finishes its rows while they are in registers.
 
 A stock kernel writes o, and the epilogue reads it again to write y. Here sink, alpha, beta and gate are applied before
 anything is written.
 
-One program per SM goes from tile to tile, in an order that the host has made; a tile is N rows of one head.
-One warp loads, and runs ahead into the next tile. Two groups of four warps attend, with M = N / 2 rows each and N keys
-at a time, from the diagonal backwards. A step asks for the scores of a block of keys together with the sum of the block
-before, and exponentiates while the tensor cores do that sum, or the other group's products.
+One CTA per SM computes the tiles that the tile scheduler gives it; a tile is N rows of one head. The kernel is warp
+specialised. One producer warp loads by TMA, ahead into the next tile. Two consumer warpgroups attend, with M = N / 2
+rows each and N keys at a time, from the diagonal backwards. A step issues the MMA of the scores of a block together
+with that of the weights and values of the block before, and exponentiates while the tensor cores do the second, or the
+other warpgroup's MMAs.
 
-What a step needs lies in one slot of a ring: keys of its block, values of the block before. So a tile of `last + 1`
-blocks takes slots 0, of keys alone, to `last + 1`. There values of the diagonal take the place of keys, once more: for
-beta, their product with a triangle of ones gives the sums within a group's rows. Sums of what lies before come from
-value_sums_kernel (kernels/epilogue/kernels.py); one more warp brings them. An elementwise gate is loaded to where its y
+A pipeline stage has what a step needs: keys of its block, values of the block before. So a tile of `last + 1` blocks
+takes stage 0, of keys alone, to `last + 1`. There values of the diagonal take the place of keys, once more: for beta,
+a triangle of ones times these values gives the sums within a warpgroup's rows. Sums of what lies before come from
+value_sums_kernel (kernels/epilogue/kernels.py); one more warp loads them. An elementwise gate is loaded to where its y
 leaves from.
 
-Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that is on its way, o_
-offsets, m_ mask. H query heads, T tokens. Barriers: full, of what is loaded, and free, of what is done with.
+Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, t_ one that an MMA is computing, o_
+offsets, m_ mask. H query heads, T tokens. Barriers: full and free, see pipeline.py.
 """
 
 from triton.experimental import gluon
@@ -46,7 +47,7 @@ def _load(
     inputs, memory, barriers, order, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     AFFINE: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads."""
+    """Load tiles of q, k, v and gate: the producer warp."""
     d_q, d_k, d_v, d_gate = inputs
     s_q, s_k, s_v, _, s_y, _ = memory
     q_full, q_free, full, free, _, _, gate_full, gate_free = barriers
@@ -57,18 +58,18 @@ def _load(
         next_b, next_h, next_kv, next_row0 = nth_tile(order, n + 1)
         last = row0 // N
         for j in range(last + 2):
-            slot = i & (STAGES - 1)
-            wait_free(free, i, slot, STAGES)
+            stage = i & (STAGES - 1)
+            wait_free(free, i, stage, STAGES)
             has_keys, has_values = j <= last, j > 0
             has_both = has_values & (has_keys | AFFINE)
-            mbarrier.expect(full.index(slot), 2 * N * D * 2, pred=has_both)
-            mbarrier.expect(full.index(slot), N * D * 2, pred=not has_both)
-            k_slot, v_slot = s_k.index(slot), s_v.index(slot)
-            tma.async_copy_global_to_shared(d_k, [b, kv, row0 - j * N, 0], full.index(slot), k_slot, pred=has_keys)
+            mbarrier.expect(full.index(stage), 2 * N * D * 2, pred=has_both)
+            mbarrier.expect(full.index(stage), N * D * 2, pred=not has_both)
+            k_stage, v_stage = s_k.index(stage), s_v.index(stage)
+            tma.async_copy_global_to_shared(d_k, [b, kv, row0 - j * N, 0], full.index(stage), k_stage, pred=has_keys)
             if AFFINE:
-                tma.async_copy_global_to_shared(d_v, [b, kv, row0, 0], full.index(slot), k_slot, pred=not has_keys)
+                tma.async_copy_global_to_shared(d_v, [b, kv, row0, 0], full.index(stage), k_stage, pred=not has_keys)
             values0 = row0 - (j - 1) * N
-            tma.async_copy_global_to_shared(d_v, [b, kv, values0, 0], full.index(slot), v_slot, pred=has_values)
+            tma.async_copy_global_to_shared(d_v, [b, kv, values0, 0], full.index(stage), v_stage, pred=has_values)
             i += 1
             if j == 0:
                 for group in gl.static_range(2):
@@ -90,7 +91,7 @@ def _load(
 def _bring_sums(
     sums, memory, barriers, order, kv_heads, M: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr
 ):  # fmt: skip
-    """A warp that adds up the values before each group's rows: a segment's own sum, and totals of the blocks before."""
+    """Add up the values before each warpgroup's rows, in a warp: sum of the segment, totals of the blocks before."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     p_sums, segments, blocks, block_segments = sums
     s_before = memory[5]
@@ -101,7 +102,7 @@ def _bring_sums(
         p_head = p_sums + (b * kv_heads + kv).to(gl.int64) * (segments + blocks) * D + o_d
         wait_free(before_free, n, n & 1, 2)
         for group in gl.static_range(2):
-            # The second group's rows may all be past the end.
+            # The second warpgroup's rows may all be past the end.
             segment = gl.minimum((row0 + group * M) // SEGMENT, segments - 1)
             b_sum = gl.load(p_head + segment * D)
             for block in range(segment // block_segments):
@@ -112,8 +113,8 @@ def _bring_sums(
 
 @gluon.jit
 def _weights(b_qk, b_max, factor, M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr):
-    """exp2(factor * qk - shift), the new maximum and shift, and partial sums of the weights: those of a thread, so that
-    none waits for others."""
+    """Return exp2(factor * qk - shift), the new maximum and shift, and partial sums of the weights: those of a thread,
+    so that none waits for others."""
     # In eights: four chains of comparisons in a thread, not two.
     b_new = gl.max(gl.max(b_qk.reshape([M, N // 8, 8]), 1), 1)
     b_new = gl.maximum(b_max, gl.convert_layout(b_new, ROWS))
@@ -128,7 +129,7 @@ def _attend(
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINK: gl.constexpr, AFFINE: gl.constexpr,
     GATE: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps, with M rows of each tile."""
+    """Attend from M rows of each tile: a consumer warpgroup."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -157,7 +158,7 @@ def _attend(
             p_row = p_gate + b.to(gl.int64) * stride_gb + h.to(gl.int64) * stride_gh
             p_row += (row0 + o_t).to(gl.int64) * stride_gt
             b_gate = gl.load(p_row, mask=row0 + o_t < T, other=0.0).to(gl.float32)
-            if AFFINE:  # as one with them: fewer numbers to keep through the loop
+            if AFFINE:  # as one with them: fewer registers through the loop
                 b_alpha *= b_gate
                 b_beta *= b_gate
             else:
@@ -169,32 +170,32 @@ def _attend(
             b_sink = gl.full([M], constant_sink, gl.float32, S_ROWS)
         mbarrier.wait(q_full.index(group), n & 1)
         wait_full(full, i, i & (STAGES - 1), STAGES)
-        slot = i & (STAGES - 1)
+        stage = i & (STAGES - 1)
         b_zero = gl.zeros([M, N], gl.float32, S_LAYOUT)
-        t_qk = warpgroup_mma(q, matrix(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        t_qk = warpgroup_mma(q, matrix(s_k, stage, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_qk = warpgroup_mma_wait(0, deps=(t_qk,))
         b_qk = gl.where(o_key[None, :] <= o_row[:, None], b_qk, float("-inf"))
         b_max = gl.full([M], float("-inf"), gl.float32, S_ROWS)
         b_p, b_max, b_shift, b_sum = _weights(b_qk, b_max, factor, M, N, S_ROWS)
         b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
         if GATE == ELEMENTWISE:
-            # By now the last tile's y has left the place where this one's gate comes to lie.
+            # By now the last tile's y has left the place that this one's gate goes to.
             tma.store_wait(0)
             mbarrier.arrive(gate_free.index(group), count=1)
         b_acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         i += 1
         wait_full(full, i, i & (STAGES - 1), STAGES)
         # Behind the wait: in this order the compiler puts one barrier less into the loop.
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         for _j in range(row0 // N):
-            slot = i & (STAGES - 1)
-            t_qk = warpgroup_mma(q, matrix(s_k, slot, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            t_acc = warpgroup_mma(b_weight, matrix(s_v, slot, N, D), b_acc, is_async=True)
+            stage = i & (STAGES - 1)
+            t_qk = warpgroup_mma(q, matrix(s_k, stage, N, D).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            t_acc = warpgroup_mma(b_weight, matrix(s_v, stage, N, D), b_acc, is_async=True)
             b_qk = warpgroup_mma_wait(1, deps=(t_qk,))
             b_old = b_shift
             b_p, b_max, b_shift, b_total = _weights(b_qk, b_max, factor, M, N, S_ROWS)
-            # Of the shifts as they were rounded, so no fused product: where the maximum stays this is exactly 1, which
-            # counts after hundreds of steps.
+            # Rounded shifts are subtracted, so no fused multiply-add: where the maximum stays, b_rescale is exactly 1,
+            # which counts after hundreds of steps.
             b_change = gl.inline_asm_elementwise(
                 "sub.rn.f32 $0, $1, $2;", "=f,f,f", [b_old, b_shift], gl.float32, is_pure=True, pack=1
             )
@@ -202,21 +203,21 @@ def _attend(
             b_sum = b_sum * gl.convert_layout(b_rescale, gl.SliceLayout(1, b_sum.type.layout))[:, None] + b_total
             b_weight = gl.convert_layout(b_p.to(s_v.dtype), W_LAYOUT)
             i += 1
-            # This wait comes here because it is a loop: ptxas moves the wait for the product across everything else,
+            # This wait comes here because it is a loop: ptxas moves the wait for the MMA across everything else,
             # to before the exponentials that should run beside it.
             wait_full(full, i, i & (STAGES - 1), STAGES)
             b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
-            mbarrier.arrive(free.index(slot), count=1)
+            mbarrier.arrive(free.index(stage), count=1)
             b_acc = b_acc * gl.convert_layout(b_rescale, O_ROWS)[:, None]
-        slot = i & (STAGES - 1)
-        t_acc = warpgroup_mma(b_weight, matrix(s_v, slot, N, D), b_acc, is_async=True)
+        stage = i & (STAGES - 1)
+        t_acc = warpgroup_mma(b_weight, matrix(s_v, stage, N, D), b_acc, is_async=True)
         if AFFINE:
             o_n = gl.arange(0, M, gl.SliceLayout(0, W_LAYOUT))
-            # Plus 0, which the compiler does not know: registers of an operand that are constant ptxas may fill after
-            # the product has begun to read them.
+            # Plus a 0 that the compiler does not know: ptxas may fill constant registers of an operand after the MMA
+            # has begun to read them.
             o_m = gl.arange(0, M, gl.SliceLayout(1, W_LAYOUT)) + (row0 >> 31)
             b_ones = gl.where(o_n[None, :] <= o_m[:, None], 1.0, 0.0).to(s_v.dtype)
-            values = matrix(s_k, slot, N, D).slice(group * M, M)
+            values = matrix(s_k, stage, N, D).slice(group * M, M)
             t_u = warpgroup_mma(b_ones, values, gl.zeros([M, D], gl.float32, O_LAYOUT), use_acc=False, is_async=True)
         mbarrier.arrive(q_free.index(group), count=1)
         next_b, next_h, next_kv, next_row0 = nth_tile(order, n + 1)
@@ -231,7 +232,7 @@ def _attend(
             b_top = b_new
         b_factor = gl.convert_layout(b_kept / b_total, O_ROWS)
         b_lse = b_top + gl.log2(b_total) * LN2
-        if HAS_ALPHA:  # goes into what the backward takes for its weights
+        if HAS_ALPHA:  # the backward makes its weights from it
             b_lse -= gl.log(gl.abs(gl.convert_layout(b_alpha, S_ROWS)))
         gl.store(p_lse + first + o_row, b_lse, mask=row0 + o_row < T)
         if AFFINE:
@@ -242,7 +243,7 @@ def _attend(
             b_u = warpgroup_mma_wait(0, deps=(t_u,)) + b_before[None, :]
         else:
             b_acc = warpgroup_mma_wait(0, deps=(t_acc,))
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         i += 1
         b_out = b_acc * b_factor[:, None]
         if GATE == ELEMENTWISE:
@@ -264,7 +265,7 @@ def _attend(
         if HAS_Y:
             tma.async_copy_shared_to_global(d_y, [b, h, row0 + group * M, 0], s_y.index(group))
         if AFFINE:
-            # For the backward: the sum before every SAVED tokens, by one head of those that share it.
+            # The backward reads the sum before every SAVED tokens; one head of those that share it writes.
             o_d = gl.arange(0, D, O_COLUMNS)
             saved = gl.cdiv(T, SAVED)
             o_saved = (row0 + o_t + 1) // SAVED
@@ -285,8 +286,8 @@ def sm90_forward_kernel(
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINK: gl.constexpr, AFFINE: gl.constexpr,
     GATE: gl.constexpr, SEGMENT: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """o = softmax(q k') v with a sink, and its log-sum-exp. With AFFINE or a gate also y = gate * (alpha * o + beta *
-    (sums of v)), and what the engine's backward wants: log |row factor| off the log-sum-exp, the sum of values before
+    """Write o = softmax(q k') v with a sink, and its log-sum-exp. With AFFINE or a gate also y = gate * (alpha * o +
+    beta * (sums of v)), and what the backward reads: log |row factor| off the log-sum-exp, the sum of values before
     every SAVED tokens."""
     M: gl.constexpr = N // 2
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -9,11 +9,11 @@ is still to be computed.
 With 128 columns a token has two rows of a tile, one after the other: so a tile is one piece of memory, as a tile of 64
 columns is. An item is a tile of values, and those of dy, o and gates of all query heads that share them, head by head.
 The sums u of values up to each token are a triangle of ones times the values, plus what lies before; they stay in
-registers for all heads. Items follow each other in memory, and programs take them in turns.
+registers for all heads. Items follow each other in memory, and CTAs take them in turns.
 
 Legend. d_ tensor descriptor, s_ shared memory, p_ pointer, b_ block in registers, o_ offsets, m_ mask. D head dim, T
 tokens, PARTS rows of a token. stride_xb, _xh, _xt: of tensor x along batch, heads and tokens; d do, g gate, s sink.
-Barriers: full, of what is there, and free, of what is done with.
+Barriers: full and free, see pipeline.py.
 """
 
 import triton.language as tl
@@ -34,7 +34,7 @@ from affine_attn.kernels.sm90.pipeline import matrix, wait_free, wait_full
 
 ROWS = tl.constexpr(64)
 COLUMNS = tl.constexpr(64)
-# Where a slot has its row statistics, and how many of them.
+# Where a stage has its row statistics, and how many of them.
 ALPHA = tl.constexpr(0)
 BETA = tl.constexpr(1)
 ROW_GATE = tl.constexpr(2)
@@ -45,13 +45,13 @@ NUMBERS = tl.constexpr(5)
 
 @gluon.jit
 def _count(sizes):
-    """Items of this program."""
+    """Return how many items this CTA has."""
     return gl.cdiv(sizes[3] - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
 def _item(n, sizes, PARTS: gl.constexpr):
-    """The n-th item of this program: its number, batch entry, kv head, both in one number, first token."""
+    """Return the n-th item of this CTA: its number, batch entry, kv head, both in one number, first token."""
     kv_heads, _, per_head, _ = sizes
     item = gl.program_id(0) + n * gl.num_programs(0)
     bh = item // per_head
@@ -64,7 +64,7 @@ def _load(
     SINK: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_BETA: gl.constexpr, GATE: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that asks."""
+    """Load tiles and row statistics: the producer warp."""
     # Launched while the kernel before it ends: nothing is read, and so nothing written, before that one is done.
     gdc_wait()
     PARTS: gl.constexpr = D // COLUMNS
@@ -83,19 +83,19 @@ def _load(
     for n in range(_count(sizes)):
         _, b, kv, bh, token0 = _item(n, sizes, PARTS)
         if HAS_BETA:
-            slot = n % STAGES
-            wait_free(v_free, n, slot, STAGES)
+            stage = n % STAGES
+            wait_free(v_free, n, stage, STAGES)
             p_sum = p_before + (bh * gl.cdiv(T, SAVED) + token0 // SAVED) * D
-            async_copy.async_copy_global_to_shared(s_before.index(slot), p_sum + o_d)
-            async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
-            mbarrier.expect(v_full.index(slot), BYTES)
-            tma.async_copy_global_to_shared(d_v, [b, kv, token0, 0, 0], v_full.index(slot), s_v.index(slot))
+            async_copy.async_copy_global_to_shared(s_before.index(stage), p_sum + o_d)
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            mbarrier.expect(v_full.index(stage), BYTES)
+            tma.async_copy_global_to_shared(d_v, [b, kv, token0, 0, 0], v_full.index(stage), s_v.index(stage))
         for g in range(GROUP):
             h, o_t = kv * GROUP + g, token0 + o_m
             o_row, m_t = (bh * GROUP + g) * T + o_t, o_t < T
-            slot = i % STAGES
-            my_full, number = full.index(slot), slot * NUMBERS
-            wait_free(free, i, slot, STAGES)
+            stage = i % STAGES
+            my_full, number = full.index(stage), stage * NUMBERS
+            wait_free(free, i, stage, STAGES)
             if HAS_ALPHA:
                 async_copy.async_copy_global_to_shared(s_numbers.index(number + ALPHA), p_alpha + o_row, mask=m_t)
             if HAS_BETA:
@@ -113,34 +113,34 @@ def _load(
             async_copy.mbarrier_arrive(my_full, increment_count=False)
             mbarrier.expect(my_full, TENSORS * BYTES)
             corner = [b, h, token0, 0, 0]
-            tma.async_copy_global_to_shared(d_dy, corner, my_full, s_tiles.index(slot * TENSORS))
-            tma.async_copy_global_to_shared(d_o, corner, my_full, s_tiles.index(slot * TENSORS + 1))
+            tma.async_copy_global_to_shared(d_dy, corner, my_full, s_tiles.index(stage * TENSORS))
+            tma.async_copy_global_to_shared(d_o, corner, my_full, s_tiles.index(stage * TENSORS + 1))
             if GATE == ELEMENTWISE:
-                tma.async_copy_global_to_shared(d_gate, corner, my_full, s_tiles.index(slot * TENSORS + 2))
+                tma.async_copy_global_to_shared(d_gate, corner, my_full, s_tiles.index(stage * TENSORS + 2))
             i += 1
 
 
 @gluon.jit
-def _number(s_numbers, slot, which: gl.constexpr, m_t, other: gl.constexpr, ROW: gl.constexpr):
-    """Behind the last token there is anything."""
-    return gl.where(m_t, s_numbers.index(slot * NUMBERS + which).load(ROW), other)
+def _number(s_numbers, stage, which: gl.constexpr, m_t, other: gl.constexpr, ROW: gl.constexpr):
+    """Read a row statistic from a stage; lanes past the last token hold garbage and get ``other``."""
+    return gl.where(m_t, s_numbers.index(stage * NUMBERS + which).load(ROW), other)
 
 
 @gluon.jit
-def _values_seen(slot, o_r, memory, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """u, on its way: the sum of the values up to each token."""
+def _values_seen(stage, o_r, memory, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start the MMA of u, the sum of the values up to each token."""
     s_v, s_before, s_ones = memory[2], memory[3], memory[4]
     b_start = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        s_columns = s_before.index(slot).slice(part * COLUMNS, COLUMNS)
+        s_columns = s_before.index(stage).slice(part * COLUMNS, COLUMNS)
         b_before = s_columns.load(gl.SliceLayout(0, LAYOUT))[None, :]
         b_start = gl.where((o_r % PARTS == part)[:, None], b_before, b_start)
-    return warpgroup_mma(s_ones, matrix(s_v, slot, ROWS, COLUMNS), b_start, is_async=True)
+    return warpgroup_mma(s_ones, matrix(s_v, stage, ROWS, COLUMNS), b_start, is_async=True)
 
 
 @gluon.jit
 def _over_columns(b_rows, PARTS: gl.constexpr, ROW: gl.constexpr):
-    """Sums over all columns of a token, in each of its rows."""
+    """Sum over all columns of a token, in each of its rows."""
     b_parts = gl.reshape(gl.sum(b_rows, 1), [ROWS // PARTS, PARTS])
     b_sums, _ = gl.broadcast(gl.sum(b_parts, 1)[:, None], b_parts)
     return gl.convert_layout(gl.reshape(b_sums, [ROWS]), ROW)
@@ -163,7 +163,7 @@ def _negate(
     p_do, p_alpha, p_gate, sizes, strides,
     HAS_ALPHA: gl.constexpr, GATE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Rows with a negative factor, of all items of this program. No variant has any; where a call does, dy is read
+    """Negate rows with a negative factor, of all items of this CTA. No variant has any; where a call does, dy is read
     again."""
     TOKENS: gl.constexpr = ROWS * COLUMNS // D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -194,7 +194,7 @@ def _differentiate(
     SINK: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_BETA: gl.constexpr, GATE: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The group of warps that computes."""
+    """Compute the gradients: the consumer warpgroup."""
     PARTS: gl.constexpr = D // COLUMNS
     TENSORS: gl.constexpr = 3 if GATE == ELEMENTWISE else 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -217,34 +217,34 @@ def _differentiate(
         m_once = m_t & (o_r % PARTS == 0)
         b_u = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         if HAS_BETA:
-            slot = n % STAGES
-            wait_full(v_full, n, slot, STAGES)
-            b_u = warpgroup_mma_wait(0, deps=(_values_seen(slot, o_r, memory, PARTS, LAYOUT),))
-            mbarrier.arrive(v_free.index(slot), count=1)
+            stage = n % STAGES
+            wait_full(v_full, n, stage, STAGES)
+            b_u = warpgroup_mma_wait(0, deps=(_values_seen(stage, o_r, memory, PARTS, LAYOUT),))
+            mbarrier.arrive(v_free.index(stage), count=1)
         for g in range(GROUP):
             o_row = (bh * GROUP + g) * T + o_t
-            slot = i % STAGES
-            wait_full(full, i, slot, STAGES)
+            stage = i % STAGES
+            wait_full(full, i, stage, STAGES)
             b_alpha, b_gate = gl.full([ROWS], 1.0, gl.float32, ROW), gl.full([ROWS], 1.0, gl.float32, ROW)
             b_beta, b_sink, b_lse = b_alpha, b_alpha, b_alpha
             if HAS_ALPHA:
-                b_alpha = _number(s_numbers, slot, ALPHA, m_t, 1.0, ROW)
+                b_alpha = _number(s_numbers, stage, ALPHA, m_t, 1.0, ROW)
             if HAS_BETA:
-                b_beta = _number(s_numbers, slot, BETA, m_t, 0.0, ROW)
+                b_beta = _number(s_numbers, stage, BETA, m_t, 0.0, ROW)
             if GATE == HEADWISE:
-                b_gate = _number(s_numbers, slot, ROW_GATE, m_t, 1.0, ROW)
+                b_gate = _number(s_numbers, stage, ROW_GATE, m_t, 1.0, ROW)
             if SINK == LEARNED_SINK:
-                b_sink = _number(s_numbers, slot, SINK_LOGIT, m_t, 0.0, ROW)
-                b_lse = _number(s_numbers, slot, LSE, m_t, 0.0, ROW)
+                b_sink = _number(s_numbers, stage, SINK_LOGIT, m_t, 0.0, ROW)
+                b_lse = _number(s_numbers, stage, LSE, m_t, 0.0, ROW)
             b_factor = b_alpha * b_gate
             b_least = gl.minimum(b_least, b_factor)
             b_sign = gl.where(b_factor < 0, -1.0, 1.0)
-            s_dy = matrix(s_tiles, slot * TENSORS, ROWS, COLUMNS)
+            s_dy = matrix(s_tiles, stage * TENSORS, ROWS, COLUMNS)
             b_do = s_dy.load(LAYOUT)
-            b_o = matrix(s_tiles, slot * TENSORS + 1, ROWS, COLUMNS).load(LAYOUT).to(gl.float32)
+            b_o = matrix(s_tiles, stage * TENSORS + 1, ROWS, COLUMNS).load(LAYOUT).to(gl.float32)
             if GATE == ELEMENTWISE:
-                # do and dgate go where dy and the gate came from.
-                s_gate = matrix(s_tiles, slot * TENSORS + 2, ROWS, COLUMNS)
+                # do and dgate take the place of dy and the gate.
+                s_gate = matrix(s_tiles, stage * TENSORS + 2, ROWS, COLUMNS)
                 b_dy, b_gates = b_do.to(gl.float32), s_gate.load(LAYOUT).to(gl.float32)
                 b_inner = b_o * b_alpha[:, None]
                 if HAS_BETA:
@@ -254,14 +254,14 @@ def _differentiate(
                 s_dy.store((b_sign[:, None] * b_do.to(gl.float32)).to(b_do.dtype))
                 fence_async_shared()
                 corner = [b, kv * GROUP + g, token0, 0, 0]
-                tma.async_copy_shared_to_global(d_dgate, corner, s_tiles.index(slot * TENSORS + 2))
-                tma.async_copy_shared_to_global(d_do, corner, s_tiles.index(slot * TENSORS))
-                # What was to leave the slot before has left.
+                tma.async_copy_shared_to_global(d_dgate, corner, s_tiles.index(stage * TENSORS + 2))
+                tma.async_copy_shared_to_global(d_do, corner, s_tiles.index(stage * TENSORS))
+                # What was to leave the stage before has left.
                 tma.store_wait(2)
                 if i > 0:
                     mbarrier.arrive(free.index((i - 1) % STAGES), count=1)
             else:
-                mbarrier.arrive(free.index(slot), count=1)
+                mbarrier.arrive(free.index(stage), count=1)
             i += 1
             b_do32 = b_do.to(gl.float32)
             b_along = _over_columns(b_do32 * b_o, PARTS, ROW)
@@ -310,8 +310,8 @@ def sm90_preprocess_kernel(
     SINK: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_BETA: gl.constexpr, GATE: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SAVED: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of sink, alpha, beta and gate, and what sm90_backward_kernel wants: do, the incoming gradient of the
-    attention, delta = <do, o>, shift, the beta that goes with do, and totals, the sum of beta * gate * dy over an item.
+    """Write gradients of sink, alpha, beta and gate, and what sm90_backward_kernel reads: do, the incoming gradient of
+    the attention, delta = <do, o>, shift, the beta that goes with do, totals, the sum of beta * gate * dy over an item.
 
     The size of the row factor alpha * gate is in lse, its sign in do. Under an elementwise gate do is sign * gate * dy;
     else it is dy, of which rows with a negative factor are negated here. delta must be that of do as it is rounded:
@@ -338,7 +338,7 @@ def sm90_preprocess_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # TMA, and each thread of the warp that asks.
+        # TMA, and each thread of the producer warp.
         mbarrier.init(full.index(stage), count=1 + 32)
         mbarrier.init(v_full.index(stage), count=1 + 32)
         mbarrier.init(free.index(stage), count=1)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from affine_attn.kernels.device import kept, uploaded
+from affine_attn.kernels.device import cached, to_device
 
 # Rows of a tile, and keys at a time.
 ROWS = 128
@@ -18,27 +18,27 @@ class Order(NamedTuple):
     counts: Tensor  # int32 [programs]
 
 
-@kept
+@cached
 def order(
     batch: int,
     heads: int,
     kv_heads: int,
     costs: tuple[float, ...],
-    heads_at_once: int,
+    heads_together: int,
     programs: int,
     device: torch.device,
 ) -> Order:
     """Return the tiles of each CTA: longest processing time first (LPT), each to the CTA that is free first.
 
-    Tiles of ``heads_at_once`` heads come before those of the next ones; ``costs`` are those of a head's tiles.
+    Tiles of ``heads_together`` heads come before those of the next ones; ``costs`` are those of a head's tiles.
     """
     lists: list[list[tuple[int, int, int, int]]] = [[] for _ in range(programs)]
     busy = [(0.0, program) for program in range(programs)]
     places = [(entry, head, head * kv_heads // heads) for entry in range(batch) for head in range(heads)]
     longest_first = sorted(range(len(costs)), key=lambda tile: -costs[tile])
-    for first in range(0, len(places), heads_at_once):
+    for first in range(0, len(places), heads_together):
         for tile in longest_first:
-            for place in places[first : first + heads_at_once]:
+            for place in places[first : first + heads_together]:
                 until, program = busy[0]
                 lists[program].append((*place, tile * ROWS))
                 heapq.heapreplace(busy, (until + costs[tile], program))
@@ -46,7 +46,7 @@ def order(
     padded = [tiles + [(0, 0, 0, 0)] * (most - len(tiles)) for tiles in lists]
     options: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}  # whatever the default device is
     tables = torch.tensor(padded, **options), torch.tensor(list(map(len, lists)), **options)
-    return Order(*uploaded(tables, device))
+    return Order(*to_device(tables, device))
 
 
 def can_be_copied(x: Tensor) -> bool:

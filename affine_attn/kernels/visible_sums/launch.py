@@ -1,6 +1,6 @@
 """Sums over what a mask lets be seen: u, the values each query sees, and the gradients each key is seen with.
 
-The two are a product with the 0/1 mask and with its transpose, so one kernel does both with queries and keys in each
+The two are a matmul with the 0/1 mask and with its transpose, so one kernel does both with queries and keys in each
 other's place. It reads whole tiles as their totals and multiplies only where a tile is cut: long windows and documents
 cost a pass over the tensor and no more. core/blocks.py has the same in torch, for flex and non-finite values.
 """
@@ -13,7 +13,7 @@ from affine_attn.core.masks import document_bounds, run_bounds
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.launch import Launch, run, strides
 
-# (rows, sources, warps) of a tile, by padded head_dim; fp32 has its products on the plain cores.
+# (rows, sources, warps) of a tile, by padded head_dim; fp32 MMAs run on the plain cores.
 _TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 8), 128: (64, 64, 8), 256: (64, 32, 8)}
 _TILES_FP32 = (32, 32, 4)
 # Totals of whole tiles read at once, and software pipelining over the cut ones.
@@ -69,7 +69,7 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> li
         "slots": call.tk, "rows": rows, "row_offset": 0 if transposed else older,
         "source_offset": older if transposed else 0, "back": back, "ahead": ahead,
         "TRANSPOSED": transposed, "HAS_DOCUMENTS": mask.documents is not None, "HAS_PADDING": real is not None,
-        # On the CPU this is Triton's interpreter, whose bf16 products are wrong.
+        # On the CPU this is Triton's interpreter, whose bf16 matmuls are wrong.
         "IN_FP32": call.v.dtype == torch.float32 or call.v.device.type == "cpu",
         "M": m, "CHUNK": _CHUNK, "num_stages": _STAGES,
     }  # fmt: skip
