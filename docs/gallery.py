@@ -78,7 +78,7 @@ def figures_of(page: str) -> set[str]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Where the students come from, and their losses and gradients: Tables 4 and 5 of the paper."""
+    """List where the students come from, and their losses and gradients: Tables 4 and 5 of the paper."""
     chosen, environment = runs[0].recipe, runs[0].environment
     tokens = chosen["global_batch"] * chosen["sequence_length"]
     commit, _, dirty = environment.get("commit", "unknown").partition("-")

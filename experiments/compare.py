@@ -11,7 +11,7 @@ CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
-    """Of a mean: Student's t over the seeds. Without a second seed the ends are NaN."""
+    """Interval of a mean: Student's t over the seeds. Without a second seed the ends are NaN."""
 
     mean: float
     low: float
@@ -35,7 +35,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def paired(values: dict[int, float], baseline: dict[int, float]) -> Paired:
-    """Over the seeds that both have."""
+    """Compare over the seeds that both have."""
     seeds = sorted(values.keys() & baseline.keys())
     mine, theirs = ([side[seed] for seed in seeds] for side in (values, baseline))
     p = float(stats.ttest_rel(mine, theirs).pvalue) if len(seeds) > 1 else math.nan  # pyright: ignore

@@ -114,7 +114,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def _variances() -> Iterator[Comparison]:
-    """Of the gradients at the paper's rate, which the first control is asked for too."""
+    """Compare variances of gradients at the paper's rate, which the first control is asked for too."""
     for name in SCALES:
         yield Comparison(1, _a("affine", PAPER_RATE), Setting("1", name, (PAPER_RATE,)))
         yield Comparison(1, Setting("1", name, (PAPER_RATE,)), _a("softmax", PAPER_RATE))
@@ -151,7 +151,7 @@ def variances(runs: Sequence[Run]) -> list[Row]:
 
 
 def early(runs: Sequence[Run]) -> list[Row]:
-    """Of the ninth control, gradient norms of the first steps by architecture and batch: those of the very first step,
+    """Compare control nine's gradient norms of the first steps by architecture and batch: those of the very first step,
     what of them is noise, and against softmax variances as ratios, the rest as differences."""
     measured: dict[tuple[str, int, str], dict[int, Run]] = {}
     diverged: Counter[tuple[str, int, str]] = Counter()

@@ -16,7 +16,7 @@ SHARD_TOKENS = 1 << 23
 def prepare_split(
     out: Path, train: Sequence[str], valid: Sequence[str], tokenizer: str, end_token: str, shard_tokens: int
 ) -> dict[str, Any]:
-    """As ``affine-attn prepare``, with the files of each split given; stopped at any moment, it goes on."""
+    """Do as ``affine-attn prepare``, with the files of each split given; stopped at any moment, it goes on."""
     options: dict[str, Any] = {"tokenizer": tokenizer, "end_token": end_token, "shard_tokens": shard_tokens}
     manifest = prepare(out, train, valid=0.0, **options)
     if manifest["shards"]["valid"]:

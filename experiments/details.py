@@ -74,7 +74,7 @@ def _loss_difference(run: Run, baseline: Run) -> list[float]:
 
 
 def _spread_out(count: int) -> list[int]:
-    """Up to five places of so many, the last among them."""
+    """Return up to five places of so many, the last among them."""
     return sorted({round((count - 1) * part / 5) for part in range(1, 6)})
 
 
@@ -116,7 +116,7 @@ def spikes(norms: Sequence[float], threshold_of: Sequence[float]) -> int:
 
 
 def noise_share(run: Run) -> float:
-    """Of the squared norm of a batch's gradient, what its choice of text adds, behind the very first steps.
+    """Return what the choice of text adds to the squared norm of a batch's gradient, after the very first steps.
 
     A micro-batch, one of so many parts, has the same gradient on average and so many times the variance:
     E |g|² = |G|² + V and E |g_micro|² = |G|² + parts V.
@@ -146,7 +146,7 @@ def stacked(runs: Sequence[Run]) -> tuple[Interval, int, int]:
 
 
 def share_of_norms(runs: Sequence[Run]) -> float | None:
-    """Of affine's lead in cross-entropy at the common rate, what softmax with norms on q and k has; in one seed."""
+    """Return the share of affine's lead in cross-entropy that norms on q and k give softmax, at one rate and seed."""
     found = {
         (run.table, run.variant): run.valid["ce"]
         for run in runs
@@ -169,6 +169,6 @@ def accuracy_error(runs: Sequence[Run]) -> float | None:
 
 
 def _standard_errors(results: Sequence[Row]) -> list[float]:
-    """Of the tasks with an accuracy, as that which counts."""
+    """Return the standard errors of the tasks with an accuracy, that which counts."""
     found = [result["metrics"].get("acc_norm") or result["metrics"].get("acc") for result in results]
     return [metric["stderr"] for metric in found if metric]

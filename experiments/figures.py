@@ -63,7 +63,7 @@ def _loss(run: Run) -> Points:
 
 
 def _difference(runs: Sequence[Run]) -> Curve:
-    """Of equal batches, so that what is hard about a batch is no part of it."""
+    """Return the difference on equal batches, so that what is hard about a batch is no part of it."""
     softmax = {(run.seed, run.rate): run for run in runs if run.variant == "softmax"}
 
     def curve(run: Run) -> Points | None:

@@ -46,7 +46,7 @@ class Student:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return slug(f"{self.variant} {self.learning_rate:g}")
 
     def config(self, recipe: Recipe) -> AffineAttnConfig:
@@ -81,7 +81,7 @@ def slug(name: str) -> str:
 
 @dataclass(frozen=True)
 class Needles:
-    """After its training a student learns to find needles at its length, and is asked at all lengths of its group."""
+    """A student's second training, to find needles at its length; it is asked at all lengths of its group."""
 
     steps: int = 300
     learning_rate: float = 1e-3
@@ -191,7 +191,7 @@ def groups(recipe: Recipe) -> list[Group]:
 
 
 def place(name: str) -> int:
-    """Of a variant in tables: those of table A in the paper's order, then those of C and D, others after them."""
+    """Return a variant's place in tables: those of table A in the paper's order, then those of C and D, then others."""
     students = (*ablations(LENGTH), *distances(LENGTH), *distances(LENGTH, slowest=LENGTH // TURN))
     order = (*CORE, *OTHERS, *(student.variant for student in students))
     return order.index(name) if name in order else len(order)

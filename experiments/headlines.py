@@ -67,7 +67,7 @@ def _best(claim: Claim, loss: dict) -> tuple[float | None, float | None]:
 
 
 def _word(difference: Interval, is_lower: bool = True) -> str:
-    """Of the claim's variant against its baseline."""
+    """Return the word for the claim's variant against its baseline."""
     word = outcome(difference, is_lower)
     is_few = word in ("better", "worse") and difference.n < claims.MANY_SEEDS
     return f"{word} ({difference.n} seeds)" if is_few else word

@@ -47,7 +47,7 @@ class Replay:
 
 
 def _on_a_side_stream(step: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """As recording does: what autograd keeps must not tie the graph to the default stream."""
+    """Run on a side stream, as recording does: what autograd keeps must not tie the graph to the default stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

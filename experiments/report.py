@@ -131,7 +131,7 @@ def cost(runs: Sequence[Run]) -> str:
 
 
 def _tokens(run: Run) -> int:
-    """Of its training; learning to find needles is not counted."""
+    """Return the tokens of a run's training; learning to find needles is not counted."""
     recipe = run.config["recipe"]
     return (run.diverged_step or recipe["steps"]) * recipe["global_batch"] * recipe["sequence_length"]
 

@@ -81,7 +81,7 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
 
 
 def analyze_model(folder: Path, recipe: Recipe, layers: int) -> None:
-    """Of the model in the folder. Maps of the first, a middle and the last layer: those of all would be too large."""
+    """Analyse the folder's model, with maps of the first, a middle and the last layer: all would be too large."""
     request = Request(Path(recipe.data), recipe.sequence_length, layers=(0, layers // 2, layers - 1))
     write_analysis(folder / ANALYSIS, analyze(Target(folder.name, str(folder / MODEL), None), request))
 

@@ -120,7 +120,7 @@ def train(group: Group, teacher: PreTrainedModel | None, folder: Path, deadline:
 
 
 def _asked(teacher: PreTrainedModel | None, batch: dict[str, Tensor], before: Logits | None) -> Logits | None:
-    """Where those of the first batch were: see Learner.step."""
+    """Return where those of the first batch were: see Learner.step."""
     return None if teacher is None else logits(ask(teacher, context(batch)), instead_of=before)
 
 
@@ -129,7 +129,7 @@ def _going(learners: Sequence[Learner]) -> list[Learner]:
 
 
 def flops(group: Group, students: Sequence[Size], teacher: Size | None) -> int:
-    """Of a token for the whole group: every student's training, and the teacher's forward once."""
+    """Count a token's FLOPs for the whole group: every student's training, and the teacher's forward once."""
     length = group.recipe.sequence_length
     total = sum(student.training_flops(length) for student in students)
     return total if teacher is None else total + teacher.forward_flops(length)
@@ -139,7 +139,7 @@ def flops(group: Group, students: Sequence[Size], teacher: Size | None) -> int:
 def validate(
     group: Group, models: Sequence[PreTrainedModel], teacher: PreTrainedModel | None
 ) -> list[dict[str, float | int]]:
-    """Of each model on all the held-out text: ``ce``, and ``kd``, ``entropy`` and the teacher's ``teacher_ce`` where
+    """Measure each model on all the held-out text: ``ce``, and ``kd``, ``entropy`` and ``teacher_ce`` where
     there is a teacher; ``ce_LENGTH`` at the further lengths of the group, whose text counts without the teacher."""
     found: list[dict[str, float | int]] = [{} for _ in models]
     # Uncompiled: there is little of it, and each attention would be compiled once more for it.
@@ -167,7 +167,7 @@ def validate(
 
 
 def _held_out(recipe: Recipe, length: int) -> Iterator[dict[str, Tensor]]:
-    """In batches of as many tokens as a micro-batch of training."""
+    """Give batches of as many tokens as a micro-batch of training."""
     text = TokenShards(recipe.data, length, "valid", recipe.documents)
     size = max(1, recipe.micro_batch * recipe.sequence_length // length)
     return on_device(device_here(), Subset(text, range(min(len(text), recipe.valid_sequences))), size)

@@ -103,7 +103,7 @@ def _said(difference: Interval) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> dict[tuple[str, float], tuple[dict[int, float], ...]]:
-    """Of a variant at a rate, of softmax and of affine there, in the seeds that all three have."""
+    """Return losses of a variant at a rate, of softmax and of affine there, in the seeds that all three have."""
     at = by_setting([run for run in runs if run.table == SMALL], lambda run: run.valid.get("kd"))
     found = {}
     for variant, rate in sorted(at, key=lambda key: key[1]):

@@ -38,7 +38,7 @@ def table_a(runs: Iterable[Run], bigram: Row | None) -> list[Row]:
 
 
 def summary_a(runs: Sequence[Run]) -> list[Row]:
-    """By variant and learning rate, each against softmax at that rate; then each at its own best rate."""
+    """Summarise by variant and learning rate, each against softmax at that rate; then each at its own best rate."""
     at = by_setting(runs, lambda run: run.valid.get("kd"))
     rows = [_compared(variant, rate, at, at.get((BASELINE, rate), {}), runs) for variant, rate in at]
     best = {variant: best_rate(variant, at) for variant, _ in at}
@@ -49,7 +49,7 @@ def summary_a(runs: Sequence[Run]) -> list[Row]:
 
 
 def short(of_a: Sequence[Row], of_b: Sequence[Row]) -> list[Row]:
-    """Of the summaries of A and B: every variant at its own best rate, and its gradients at the paper's."""
+    """Shorten the summaries of A and B: every variant at its own best rate, and its gradients at the paper's."""
     variances = {row["variant"]: row for row in of_b if row["lr"] == PAPER_RATE}
     rows = []
     for row in of_a:
@@ -96,13 +96,13 @@ def table_b(runs: Iterable[Run]) -> list[Row]:
 
 
 def gradient_variance(norms: Sequence[float], start: int) -> float | None:
-    """From a step on, the first being 1, to the last of the first steps."""
+    """Return the variance from a step on, the first being 1, to the last of the first steps."""
     rest = norms[start - 1 : STEPS]
     return gradient_statistics(rest)["variance"] if rest else None
 
 
 def summary_b(rows: Sequence[Row]) -> list[Row]:
-    """By variant and learning rate; ``ratio`` is that of the variance to softmax's, a mean of logarithms, and also of
+    """Summarise by variant and rate; ``ratio`` is that of the variance to softmax's, a mean of logarithms, also of
     the variance without the first steps."""
     settings = dict.fromkeys((row["variant"], row["lr"]) for row in rows)
 
@@ -170,7 +170,7 @@ def table_d(runs: Iterable[Run]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row], measures: Sequence[str], baseline: str) -> list[Row]:
-    """Of tables C and D: means and differences to the variant that is the baseline, at equal seed."""
+    """Summarise table C or D: means and differences to the variant that is the baseline, at equal seed."""
     found = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         row: Row = {"variant": variant, "n": sum(entry["variant"] == variant for entry in rows)}
@@ -230,7 +230,7 @@ def _about(run: Run) -> Row:
 
 
 def accuracies(run: Run) -> Row:
-    """Of the six zero-shot tasks and their mean, as affine-attn eval counts; empty for a run that was not asked."""
+    """Return those of the six zero-shot tasks and their mean, as affine-attn eval counts; empty if not asked."""
     results = {result["name"]: result for result in run.evaluations()}
     mean = average(results)
     if mean is None:
@@ -244,7 +244,7 @@ def _losses(run: Run) -> Row:
 
 
 def _made(run: Run) -> Row:
-    """Where a number comes from and what it cost: its share of the time of its group."""
+    """Say where a number comes from and what it cost: its share of the time of its group."""
     about, speed = run.environment(), (run.result or {}).get("speed")
     minutes = None if speed is None else round(speed["seconds"] / speed["students"] / 60, 3)
     origin = {name: about.get(name) for name in ("commit", "torch", "device")}
@@ -266,8 +266,8 @@ def by_setting(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dic
 
 
 def best_rate(variant: str, at: dict[tuple[str, float], dict[int, float]]) -> float:
-    """From the lowest on, a rate gives way to a higher one with the lower mean over the seeds that both have: none owes
-    its place to a seed that the other lacks, and no seed is left out because a third rate lacks it.
+    """Return the best rate: from the lowest on, one gives way to a higher one whose mean over the seeds that both have
+    is lower. None owes its place to a seed that the other lacks, and no seed is left out because a third rate lacks it.
 
     Rates with a seed or two wait where others have several.
     """

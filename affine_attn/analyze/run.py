@@ -194,7 +194,7 @@ def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def summary(analyses: Sequence[Analysis], folders: Sequence[Path], figures: Sequence[Path]) -> dict[str, Any]:
-    """For a program: where everything is, and the means."""
+    """Return the folders, the figures and the means, for a program."""
     models = [
         {"name": analysis.name, "folder": str(folder), "scalars": analysis.content["scalars"]}
         for analysis, folder in zip(analyses, folders, strict=True)

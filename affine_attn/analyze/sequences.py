@@ -23,9 +23,9 @@ def is_shards(data: Path) -> bool:
 def load_sequences(
     data: Path, length: int, count: int, tokenizer: PreTrainedTokenizerBase | None, join: bool = False
 ) -> list[dict[str, Tensor]]:
-    """At most ``count`` arguments of a decoder, [1, length] each. ``join``: one text without boundaries.
+    """Return at most ``count`` arguments of a decoder, [1, length] each. ``join``: one text without boundaries.
 
-    Of shards, the valid split. In a text file every document follows the tokenizer's begin (or end) token.
+    Shards give their valid split. In a text file every document follows the tokenizer's begin (or end) token.
     """
     if is_shards(data):
         shards = TokenShards(data, length, "valid", documents=not join)

@@ -97,5 +97,5 @@ def _has_glyph(character: str) -> bool:
 
 
 def token_labels(tokens: Sequence[str]) -> list[str]:
-    """For ticks: a space of a token is seen."""
+    """Label ticks with tokens, whose spaces are seen."""
     return [plain(token.replace(" ", "␣"), 9) for token in tokens]

@@ -1,4 +1,4 @@
-"""Of the weights w themselves, block by block: what no identity gives when they may be negative, and small maps."""
+"""Statistics of the weights w block by block: what no identity gives where they may be negative, and small maps."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from affine_attn.core.stages import probabilities, row_dtype, rows_of, scores, s
 
 
 class SignedStatistics(NamedTuple):
-    """Of every row [B, H, Tq], in the precision of row statistics."""
+    """Statistics of every row [B, H, Tq], in the precision of row statistics."""
 
     negative: Tensor  # number of visible keys with a weight below zero
     entropy_clipped: Tensor  # of max(w, 0) / sum max(w, 0)
@@ -51,6 +51,6 @@ def _weights(call: Call, rows: slice, keys: slice) -> Tensor:
 
 
 def _entropy(total: Tensor, products: Tensor) -> Tensor:
-    """Of x / S with S = sum x, x >= 0, from S and sum x log x: log S - sum x log x / S. Nothing but zeros has none."""
+    """Return the entropy of x / S, S = sum x, x >= 0, from S and sum x log x: log S - sum x log x / S; of zeros 0."""
     some = torch.where(total > 0, total, 1.0)
     return torch.where(total > 0, some.log() - products / some, 0.0)

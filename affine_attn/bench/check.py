@@ -51,7 +51,7 @@ def check_variants(console: Console) -> None:
 
 
 def _leaves(inputs: dict[str, Any]) -> dict[str, Any]:
-    """As in training: an engine without a backward then refuses."""
+    """Make the inputs leaves, as in training: an engine without a backward then refuses."""
     return {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 

@@ -65,7 +65,7 @@ def _turn(calls: int, host_ms: float) -> _Turn:
 
 
 def _fits_the_queue(function: Callable[[], object], turn: _Turn) -> bool:
-    """Whether all calls were queued before the first timed one ran; what comes later runs at the pace of the host."""
+    """Return True if all calls were queued before the first timed one ran; later ones run at the pace of the host."""
     start, end = _queue(function, turn)
     in_time = not start.query()
     end.synchronize()

@@ -1,4 +1,4 @@
-"""To look around: the demo, the table of variants, the benchmark."""
+"""Commands to look around: the demo, the table of variants, the benchmark."""
 
 import json
 import runpy

@@ -13,7 +13,7 @@ console = Console()
 
 
 def say(line: str) -> None:
-    """As it is: names of files are no markup, and lines are broken by the terminal alone."""
+    """Print a line as it is: names of files are no markup, and lines are broken by the terminal alone."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -64,7 +64,7 @@ def exit_codes_of_signals(goes_on: str = "the same command goes on") -> Iterator
 
 
 def training_bar_alone() -> None:
-    """Without the bars of transformers for every model that is read or written, which break it."""
+    """Hide the bars of transformers for every model that is read or written: they break that of training."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

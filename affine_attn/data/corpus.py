@@ -1,4 +1,4 @@
-"""Where text comes from: files, a dataset of the hub, or the standard library of this Python."""
+"""Sources of text: files, a dataset of the hub, or the standard library of this Python."""
 
 import bz2
 import codecs

@@ -98,7 +98,7 @@ class GlobalSampler(Sampler[int]):
             start = stop
 
     def __len__(self) -> int:
-        """Of the whole run on this rank, also after resuming: Trainer derives steps and epochs from it."""
+        """Return this rank's samples of the whole run, also after resuming: Trainer counts steps and epochs by them."""
         return self.samples // self.world
 
     def advance(self, samples: int) -> None:

@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path, command: str = "prepare") -> dict[str, Any]:
-    """Of a folder that ``affine-attn command`` has finished."""
+    """Read the manifest of a folder that ``affine-attn command`` has finished."""
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         return read_json(folder / MANIFEST)
@@ -210,7 +210,7 @@ class TokenShards(Dataset[dict[str, Tensor]]):
         return np.concatenate([self._map(name, self.dtype)[a:b] for name, _, a, b in self._pieces(start, stop, "bin")])
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Where in the split the documents start that start from ``start`` on and before ``stop``."""
+        """Return the offsets of the split's documents that begin in [start, stop)."""
         found = [np.empty(0, INDEX_DTYPE)]
         for name, offset, a, b in self._pieces(start, min(stop, self.tokens), "idx"):
             index = self._map(name, INDEX_DTYPE)

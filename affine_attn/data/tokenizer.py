@@ -103,7 +103,7 @@ def _ordinary_tokens(file: Path) -> dict[int, str]:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """For encoding whole documents: neither cut nor padded, and text that spells a special token stays text."""
+    """Load a tokenizer for whole documents: neither cut nor padded, and text that spells a special token stays text."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower class

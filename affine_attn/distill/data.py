@@ -28,7 +28,7 @@ def sequences(recipe: Recipe, split: str = "train") -> Sequences:
 
 
 def held_out(recipe: Recipe) -> Subset[dict[str, Tensor]] | None:
-    """At most ``valid_sequences`` of them; None where none are asked for or the data holds out less than one."""
+    """Return at most ``valid_sequences`` held-out ones; None where none are asked for or the data has less than one."""
     tokens = sum(shard["tokens"] for shard in read_manifest(recipe.data)["shards"]["valid"])
     if recipe.valid_sequences == 0 or tokens < recipe.sequence_length:
         return None

@@ -32,7 +32,7 @@ ASSUMED_MFU = 0.4
 
 @dataclass(frozen=True)
 class Size:
-    """Of a decoder: all parameters, those that multiply (the head, not the embedding's look-up), and its shape."""
+    """Size of a decoder: all parameters, those that multiply (the head, not the embedding's look-up), its shape."""
 
     parameters: int
     matmul: int
@@ -45,7 +45,7 @@ class Size:
     vocab: int
 
     def forward_flops(self, sequence_length: int) -> int:
-        """Per token, causal attention counted as the half it is."""
+        """Return the FLOPs of a token; causal attention counts as the half it is."""
         return 2 * self.matmul + 2 * self.layers * sequence_length * self.heads * self.head_dim
 
     def training_flops(self, sequence_length: int) -> int:
@@ -77,7 +77,7 @@ def size_of(model: PreTrainedModel) -> Size:
 
 
 def teacher_config(recipe: Recipe) -> PreTrainedConfig | None:
-    """Of the teacher; None if the recipe needs none in memory."""
+    """Return the config of the teacher; None if the recipe needs none in memory."""
     if recipe.teacher is None or recipe.teacher_cache:
         return None
     if trained := recipe.teacher_recipe:

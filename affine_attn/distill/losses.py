@@ -297,7 +297,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Out of place, so that a retained graph stays right; rounded once, without a product in the wider dtype."""
+    """Scale out of place, so that a retained graph stays right; rounded once, without a product in the wider dtype."""
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
@@ -366,7 +366,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
 
 
 # What happens between the products, in three passes: normalise, measure, differentiate. Each is a function of its own,
-# so that a compiled one reads the logits and writes numbers per row, or the gradient. Out of one function, the compiler
+# so that a compiled one reads the logits and writes row statistics, or the gradient. Out of one function, the compiler
 # would store intermediate results [C, V] in fp32 from one loop for the next.
 #
 # logits [C, V]; target: the teacher's logits [C, V], or log-probabilities [C, K] of a top-k target at ``ids`` [C, K].

@@ -148,7 +148,7 @@ class Recipe:
 
     @property
     def teacher_recipe(self) -> "Recipe | None":
-        """Of a teacher that is trained first: softmax attention, on the text alone."""
+        """Recipe of a teacher that is trained first: softmax attention, on the text alone."""
         kind, _, name = (self.teacher or "").partition(":")
         if kind != "train":
             return None
@@ -159,7 +159,7 @@ class Recipe:
 
     @property
     def teacher_cache(self) -> Path | None:
-        """Of a teacher that is read from a cache: its folder, by default inside that of the data."""
+        """Folder of a teacher that is read from a cache, by default inside that of the data."""
         kind, _, folder = (self.teacher or "").partition(":")
         return Path(folder or f"{self.data}/{TEACHER_CACHE}") if kind == "cache" else None
 
@@ -189,7 +189,7 @@ class Recipe:
         return {name: value for name, (value, stated) in values.items() if value not in stated}
 
     def override(self, assignments: Sequence[str]) -> "Recipe":
-        """With ``field=value`` entries applied, each read as the field's type."""
+        """Return a recipe with ``field=value`` entries applied, each read as the field's type."""
         kinds = typing.get_type_hints(type(self))
         changes = {}
         for assignment in assignments:

@@ -239,7 +239,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def _student(recipe: Recipe) -> AffineAttnForCausalLM:
-    """From random numbers, or the model of a folder as it is, also the length in its attention's formula."""
+    """Make a student from random numbers, or take a folder's model with the length in its attention's formula."""
     config = recipe.student_config
     if recipe.start is None:
         return AffineAttnForCausalLM(config)

@@ -71,7 +71,7 @@ def logits(teacher: Teacher, instead_of: Logits | None = None) -> Logits:
 
 @torch.no_grad()
 def largest(teacher: Teacher, k: int, shared: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> Largest:
-    """Of its first ``shared`` vocabulary entries (default all), a chunk of tokens at a time."""
+    """Return the k largest logits of the first ``shared`` entries (default all), a chunk of tokens at a time."""
     rows, head = teacher.hidden.flatten(0, -2), teacher.weight[:shared]
     if not 1 <= k <= head.shape[0]:
         raise UserError(f"top_k must be between 1 and the teacher's {head.shape[0]} vocabulary entries, got {k}")

@@ -188,7 +188,7 @@ class DistillTrainer(Trainer):
         return self.get_total_train_batch_size(self.args) * self.train_dataset.sequence_length
 
     def _flops_per_token(self) -> int:
-        """Of the student's training and the teacher's forward; recomputation does not count."""
+        """Count the student's training and the teacher's forward, not recomputation."""
         student: Any = self.model
         length = self.train_dataset.sequence_length
         asked = 0 if self.teacher is None else size_of(self.teacher).forward_flops(length)
@@ -327,6 +327,6 @@ class _Bar(ProgressCallback):
             self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
 
     def end(self) -> None:
-        """Also of a run that fails: what is said about it begins on a line of its own."""
+        """End the bar, also when a run fails: what is said about it begins on a line of its own."""
         if self.training_bar is not None:
             self.training_bar.close()

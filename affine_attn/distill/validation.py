@@ -20,7 +20,7 @@ from affine_attn.models.collect import evaluating
 
 
 class Validation(TrainerCallback):
-    """After the last step, and after every so many if ``every`` is not 0; training goes on as if nothing happened."""
+    """Validate after the last step, and after each ``every`` steps unless that is 0; training goes on undisturbed."""
 
     def __init__(self, trainer: DistillTrainer, sequences: Subset[dict[str, Tensor]], every: int):
         self.trainer, self.sequences, self.every = trainer, sequences, every

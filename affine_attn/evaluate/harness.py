@@ -53,7 +53,7 @@ class BatchedLM(_HFLM):
         return self._rows
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """For generation: contexts may be as long as the model allows."""
+        """Return the batch size for generation, whose contexts may be as long as the model allows."""
         return self._rows_for(self.max_length)
 
     def _rows_for(self, length: int) -> int:
@@ -98,7 +98,7 @@ class ElsewhereLM(BatchedLM):
         return [self._answer(self._seen(context, continuation)) for _, context, continuation in requests]
 
     def _seen(self, context: list[int], continuation: list[int]) -> Pair:
-        """As HFLM cuts what is too long: from the left."""
+        """Cut what is too long from the left, as HFLM does."""
         tokens = (context + continuation)[-(self.max_length + 1) :]
         return Pair(tuple(tokens[: -len(continuation)]), tuple(continuation))
 
@@ -135,7 +135,7 @@ def run_task(lm: BatchedLM, loaded: Any, limit: int | None) -> dict[str, Any]:
 
 
 def _metrics(given: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """From the harness's flat "acc,none" and "acc_stderr,none"; another filter than none stays in the name."""
+    """Sort the harness's flat "acc,none" and "acc_stderr,none" by metric; another filter stays in the name."""
     metrics = {}
     for key, value in given.items():
         name, comma, chosen_filter = key.partition(",")

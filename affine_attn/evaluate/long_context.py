@@ -109,7 +109,7 @@ def needle_retrieval(
 
 @torch.inference_mode()
 def _answered(model: PreTrainedModel, haystack: Haystack) -> bool:
-    """Whether each token of the answer is the likeliest after the right ones, which is when greedy decoding writes it.
+    """Return True if greedy decoding writes the answer: each token is the likeliest after the right ones.
 
     The head is applied to the answer alone: logits of a whole long text would not fit.
     """

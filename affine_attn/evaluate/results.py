@@ -88,7 +88,7 @@ class Subject:
         return {"fingerprint": self.fingerprint, "dtype": self.dtype}
 
     def about(self) -> dict[str, Any]:
-        """For a result that was computed with the model: what it is, and where it ran."""
+        """Describe the model and where it ran, for a result that was computed with it."""
         return {
             "path": self.path,
             **self.identity,
@@ -100,7 +100,7 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """Where results go by default: beside the weights, or under a name made of a hub id."""
+        """Return the folder that results go to by default: beside the weights, or under a name made of a hub id."""
         return beside(self.path, EVALUATION)
 
 
@@ -127,7 +127,7 @@ def measured_once(
 
 
 def require_writable(folder: Path) -> None:
-    """Before anything is computed that would be lost: beside a shared model, results often cannot be written."""
+    """Raise before results are computed that could not be written: beside a shared model this is often so."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
@@ -140,7 +140,7 @@ def accuracy(result: dict[str, Any]) -> dict[str, float | None]:
 
 
 def average(results: dict[str, dict[str, Any]]) -> dict[str, float | None] | None:
-    """Of the six tasks; None unless all are there. Their errors are independent."""
+    """Average the six tasks, whose errors are independent; None unless all are there."""
     if not TABLE_1.keys() <= results.keys():
         return None
     cells = [accuracy(results[task]) for task in TABLE_1]

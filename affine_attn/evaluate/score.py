@@ -53,7 +53,7 @@ def batch_rows(length: int, vocabulary: int, device: torch.device) -> int:
 
 
 def depends_on_padding(config: PreTrainedConfig) -> bool:
-    """Whether rows of a batch change with its length: N = "keys of the call" counts keys that only pad."""
+    """Return True if rows of a batch change with its length: N = "keys of the call" counts keys that only pad."""
     if not isinstance(config, AffineAttnConfig):
         return False
     affines = (config.spec(layer).affine for layer in range(config.num_hidden_layers))
@@ -179,7 +179,7 @@ def _shown(row: Any) -> str:
 
 
 def digest(pairs: Iterable[Pair]) -> str:
-    """Of the requests of a file, in its order: scores that were cut or mixed up have another."""
+    """Return a hash of a file's requests in its order: scores that were cut or mixed up have another."""
     total = hashlib.sha256()
     for pair in pairs:
         total.update(json.dumps(pair).encode())

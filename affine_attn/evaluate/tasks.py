@@ -44,14 +44,14 @@ _NAME = re.compile(rb"""^["']?task["']?:[ \t]*["']?([^\s"'#]+)["']?[ \t]*$""", r
 
 @dataclass(frozen=True)
 class LocalData:
-    """Where local files are: folders that are searched by the name of a task, and files for single tasks."""
+    """Places of local files: folders that are searched by the name of a task, and files for single tasks."""
 
     folders: tuple[Path, ...] = ()
     files: dict[str, Path] = field(default_factory=dict)
 
     @staticmethod
     def parse(given: Iterable[str]) -> "LocalData":
-        """From DIR and TASK=FILE."""
+        """Read arguments of the form DIR and TASK=FILE."""
         folders, files = [], {}
         for text in given:
             task, sign, file = text.partition("=")
@@ -242,7 +242,7 @@ def _load(folder: Path, name: str) -> ConfigurableTask:
 
 @contextmanager
 def quiet(logger: str) -> Iterator[None]:
-    """Without the harness's advice: on settings its own task files leave open, on models that are handed over."""
+    """Silence the harness's advice on settings its own task files leave open and on models that are handed over."""
     chosen = logging.getLogger(logger)
     before = chosen.level
     chosen.setLevel(logging.ERROR)

@@ -54,11 +54,11 @@ class PreparedMask:
     shape: ClassVar[tuple[int, ...]] = (0, 0, 0, 0)
 
     def contiguous(self) -> "PreparedMask":
-        """As transformers asks of every mask that ``generate`` prepares."""
+        """Return this mask: transformers asks it of every mask that ``generate`` prepares."""
         return self
 
     def to(self, device: torch.device, **_) -> "PreparedMask":
-        """Onto another device: accelerate calls it when it spreads the layers over several."""
+        """Move to another device: accelerate calls it when it spreads the layers over several."""
         return replace(self, mask=replace(self.mask, **{name: t.to(device) for name, t in self.mask.tensors.items()}))
 
     def windowed(self, window: int | None) -> Mask:
@@ -80,7 +80,7 @@ def prepare(
     documents: Tensor | None = None,
     window: int | None = None,
 ) -> PreparedMask:
-    """From the terms of a transformers cache.
+    """Prepare a mask from the terms of a transformers cache.
 
     queries: new tokens; slots: keys the layer will hand to the attention; seen: tokens before the new ones (a tensor
     in a static cache); dropped: how many of those the cache no longer has; padding: [B, tokens so far], True = real.
@@ -101,7 +101,7 @@ def prepare(
 
 
 def _known(seen: int | Tensor, queries: int) -> int | Tensor:
-    """As an integer where there is a prompt: one look at the device then buys the engines a call without lengths."""
+    """Return ``seen`` as an integer where there is a prompt: one look at the device saves a call with lengths."""
     looks = isinstance(seen, Tensor) and queries > 1 and not torch.compiler.is_compiling()
     return int(seen) if looks else seen
 

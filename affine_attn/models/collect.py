@@ -18,7 +18,7 @@ _ROWS = ("entropy", "first_token", "row_sum", "sink_mass")
 
 @dataclass
 class LayerStatistics:
-    """Of one layer, one number per head [H], fp32 on the CPU. Entries of alpha are None where a layer has none."""
+    """Statistics of one layer, a number for each head [H], fp32 on the CPU; those of alpha are None without alpha."""
 
     entropy: Tensor  # means over queries; see AttentionStats
     first_token: Tensor
@@ -78,7 +78,7 @@ def attention_layers(model: Any) -> list[AttentionLayer]:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """In eval mode; afterwards every module has the mode it had."""
+    """Put a model into eval mode; afterwards every module has the mode it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -89,7 +89,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class _Sums:
-    """Of one layer over batches, in float64."""
+    """Sums of one layer over batches, in float64."""
 
     def __init__(self, layer: AttentionLayer, keep: bool):
         self.layer, self.keep = layer, keep

@@ -146,7 +146,7 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path, *model_args, output_loading_info: bool = False, **kwargs
     ) -> Any:
-        """As in transformers, but a layer whose tensors do not fit the config's attention is an error.
+        """Load as transformers does, but raise if a layer's tensors do not fit the config's attention.
 
         transformers would start what is missing from random numbers, the moving average of alpha from its first value,
         and drop what it does not know: another attention than the one that was trained.
@@ -212,7 +212,7 @@ class AffineAttnModel(AffineAttnPreTrainedModel, LlamaModel):
         document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As LlamaModel's. For packed sequences: position_ids that restart, or document_ids [B, T]."""
+        """Run LlamaModel's forward; packed sequences have position_ids that restart, or document_ids [B, T]."""
         refuse_context_parallel()
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:

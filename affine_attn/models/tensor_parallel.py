@@ -19,7 +19,7 @@ from affine_attn.nn.layer import AttentionLayer
 
 
 class HeadParallel(TensorParallelLayer):
-    """For the attention layer: its own parameters (sinks, scales) have one entry per query head."""
+    """Style of the attention layer, whose own parameters (sinks, scales) have one entry per query head."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
@@ -37,7 +37,7 @@ class HeadParallel(TensorParallelLayer):
 
 
 class AlphaParallel(HeadParallel):
-    """For ``AlphaGate``: W_a is sharded by heads, so each rank has a part of the gradient of x; they are summed."""
+    """Style of ``AlphaGate``: W_a is sharded by heads, so the gradient of x is a sum over ranks."""
 
     def install_forward(self, module: AlphaGate, mesh: DeviceMesh) -> nn.Module:
         module.first_head = mesh.get_local_rank() * (module.alpha_ma.numel() // mesh.size())

@@ -80,7 +80,7 @@ def label(text: str) -> str:
 
 
 def rounded(values: Iterable[float | None], digits: int = 5) -> list[float | None]:
-    """To significant digits; JSON has no word for what is not finite."""
+    """Round to significant digits; JSON has no word for what is not finite."""
     return [None if v is None or not math.isfinite(v) else float(f"{v:.{digits}g}") for v in values]
 
 
@@ -431,7 +431,7 @@ def _maps(analysed: list[tuple[int, Run]]) -> Figure:
 
 
 def _map_size(maps: int, window: int) -> int:
-    """As many of the tokens that were kept as fit the page."""
+    """Return how many of the tokens that were kept fit the page."""
     return max(1, min(window, math.isqrt(MAP_NUMBERS // maps)))
 
 

@@ -88,6 +88,6 @@ def model_and_run(path: str | Path) -> tuple[Path, RunFolder | None]:
 
 
 def beside(model: str, folder: str) -> Path:
-    """Where results about a model go by default: beside its weights, or under a name made of its hub id."""
+    """Return where results about a model go by default: beside its weights, or under a name made of its hub id."""
     place = Path(model)
     return place / folder if place.is_dir() else Path(folder) / model.replace("/", "--")

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder or a hub id, and what is wrong with it in a sentence that names it."""
+"""Places of models, a folder or a hub id, and what is wrong with one in a sentence that names it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +24,7 @@ def require_place(path: str | Path) -> None:
 
 @contextmanager
 def named_place(path: str | Path) -> Iterator[None]:
-    """Where the hub has no answer, the error says what was looked for: most often a folder with a slip in its name.
-    And what is wrong in a folder is said as of that folder."""
+    """Raise errors that name the place: what the hub lacks is most often a folder with a slip in its name."""
     try:
         yield
     except UserError:

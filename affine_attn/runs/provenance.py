@@ -1,4 +1,4 @@
-"""Where a result came from: the commit and the versions of the code, the device, and ``environment.json`` of a run."""
+"""Provenance of a result: the commit and the versions of the code, the device, and ``environment.json`` of a run."""
 
 import importlib.metadata
 import platform
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """Of the package's repository, with ``-dirty`` if files were changed.
+    """Return the commit of the package's repository, with ``-dirty`` if files were changed.
 
     None unless the folder itself is a repository: one further up would be another project's.
     """
@@ -28,19 +28,19 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
 
 
 def device_name(device: "torch.device") -> str:
-    """Of a GPU its product name, of a CPU the kind of machine."""
+    """Return a GPU's product name, or the kind of machine that a CPU is in."""
     on_gpu = device.type == "cuda"
     return import_module("torch").cuda.get_device_name(device) if on_gpu else platform.machine()
 
 
 def provenance() -> dict[str, Any]:
-    """Of an evaluation or an analysis: versions, and the commit of this package where it runs from a checkout."""
+    """Return the versions for an evaluation or an analysis, and this package's commit where it runs from a checkout."""
     packages = ("affine-attn", "torch", "transformers", "lm-eval")
     return {"versions": {package: _installed(package) for package in packages}, "commit": commit()}
 
 
 def environment(args: "TrainingArguments") -> dict[str, Any]:
-    """Of a run: on what it was made, and by which code. An installed package has its version alone, a checkout its
+    """Return on what a run was made, and by which code. An installed package has its version alone, a checkout its
     commit too."""
     version, checkout = _installed("affine-attn"), commit()
     return {

@@ -88,7 +88,7 @@ def runs_of(analyses: Sequence[Analysis]) -> list[Run]:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Over a fiftieth of the steps: the mean of those up to each, so that a zoom shows what the whole shows."""
+    """Average over a fiftieth of the steps up to each, so that a zoom shows what the whole shows."""
     sums = np.cumsum(np.concatenate(([0.0], values)))
     ends = np.arange(len(values)) + 1
     first = np.maximum(ends - max(1, len(values) // 50), 0)
