@@ -239,6 +239,10 @@ MUTATIONS: dict[str, Mutation] = {
         BLOCKS, "dx[:, :, keys] +=", "dx[:, :, keys] =", _in("engines/engines", "blocks_of_rows_add_up[causal]")
     ),
     # Kernels for Hopper.
+    "loads of a flash kernel are not pipelined": Mutation(
+        TRITON, "256: Config(128, 32, num_warps=8, num_stages=2)", "256: Config(128, 32, num_warps=8, num_stages=1)",
+        _in("kernels/aot", "kernels_compile_within_limits[flash-sm90-bf16-D256]"),
+    ),
     "query heads read the kv head of another group": Mutation(
         SCHEDULER, "head * kv_heads // heads", "head % kv_heads",
         _in("kernels/sm90_forward", "programs_share_the_tiles_evenly"),
