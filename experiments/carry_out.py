@@ -13,7 +13,7 @@ from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.run import training_arguments
 from affine_attn.distill.teacher import frozen
-from affine_attn.models.convert import load
+from affine_attn.models.load import load
 from affine_attn.runs.provenance import environment
 from experiments.grid import Group
 from experiments.learner import device_here

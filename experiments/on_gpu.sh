@@ -14,7 +14,7 @@ if [ ! -d data/teacher ]; then
     PYTHONPATH=data/gguf-package python3 - <<'END'
 from pathlib import Path
 
-from affine_attn.models.generate import convert_folder
+from affine_attn.models.convert import convert_folder
 
 gguf = "SmolLM2-135M-Instruct.Q4_1.gguf"
 print(*convert_folder("data/gguf", Path("data/teacher-unfinished"), "softmax", gguf_file=gguf), sep="\n")

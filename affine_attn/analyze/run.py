@@ -17,8 +17,8 @@ from affine_attn.data.shards import TOKENIZER
 from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import Subject, require_writable
-from affine_attn.models.convert import convert, load
-from affine_attn.models.generate import tokenizer_of
+from affine_attn.models.convert import convert
+from affine_attn.models.load import load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.presets import at_length
 from affine_attn.runs.analysis import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write_analysis

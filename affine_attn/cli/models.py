@@ -39,9 +39,9 @@ def convert(
 ) -> None:
     """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
     with one_line_errors():
-        from affine_attn.models import generate
+        from affine_attn.models.convert import convert_folder
 
-        for line in generate.convert_folder(
+        for line in convert_folder(
             source, target, attention, start_as_softmax, gguf_file, to_plain=to_plain, with_code=with_code
         ):
             say(line)

@@ -27,7 +27,7 @@ from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.distill.losses import TopK
 from affine_attn.distill.teacher import Largest, ask, fingerprint, frozen, largest
 from affine_attn.errors import NotFinite, UserError
-from affine_attn.models.convert import load, usable_device
+from affine_attn.models.load import load, usable_device
 from affine_attn.runs.files import errors_naming, settle, write_json
 from affine_attn.runs.locks import alone_in, claimed
 

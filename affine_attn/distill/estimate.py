@@ -13,7 +13,7 @@ from affine_attn.distill.losses import CHUNK_BYTES
 from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, preset
-from affine_attn.models.convert import read_config
+from affine_attn.models.load import read_config
 
 # FLOP/s of dense bf16 products by the name torch gives a device, from its maker's data sheet.
 PEAKS = {

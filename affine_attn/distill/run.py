@@ -23,7 +23,7 @@ from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
-from affine_attn.models.convert import load
+from affine_attn.models.load import load
 from affine_attn.models.presets import at_length
 from affine_attn.runs.files import read_object, write_json
 from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder

@@ -14,8 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.errors import UserError
-from affine_attn.models.convert import load, read_config, usable_device
-from affine_attn.models.generate import tokenizer_of
+from affine_attn.models.load import load, read_config, tokenizer_of, usable_device
 from affine_attn.runs.files import read_object, sha256, write_json
 from affine_attn.runs.layout import EVALUATION, beside
 from affine_attn.runs.places import require_place

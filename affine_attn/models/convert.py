@@ -1,17 +1,13 @@
 """Llama, Mistral, Qwen2 and Qwen3 checkpoints to AffineAttn models with a chosen attention, and back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
     LlamaConfig,
@@ -23,12 +19,12 @@ from transformers import (
 )
 
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.errors import UserError, first_line
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
+from affine_attn.models.load import load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
+from affine_attn.models.remote_code import save_with_code
 from affine_attn.nn.alpha import alpha_gates
-from affine_attn.runs.files import read_object
-from affine_attn.runs.places import named_place, require_place
 
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")
 # Fields that mean the same in all of them.
@@ -113,57 +109,44 @@ def stage_keys(model: AffineAttnForCausalLM) -> list[str]:
     ]
 
 
-def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:
-    """Any causal model of transformers, all of it from the checkpoint: transformers would start what is missing there
-    from random numbers. Code that comes with one is never run."""
-    more: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    # Refused here: of a model that cannot be made from it, transformers would not say what is wrong.
-    read_config(path, **more)
-    # Not ignored, but named below: transformers says only that there are some.
-    more |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with named_place(path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False, **more, **loading)
-    model, info = loaded
-    for key, held, wanted in sorted(info["mismatched_keys"]):
-        raise UserError(f"{path}: {key} is {list(held)} in the checkpoint and {list(wanted)} by its config")
-    for key in sorted(info["missing_keys"]):
-        raise UserError(f"{path}: the checkpoint does not hold {key}, which a {type(model).__name__} needs")
-    # Others may be of a part that a causal model has no use for.
-    for key in sorted(key for key in info["unexpected_keys"] if "layers." in key):
-        raise UserError(f"{path}: the checkpoint holds {key}, which a {type(model).__name__} of its config has not")
-    return model
+def convert_folder(
+    source: str,
+    target: Path,
+    attention: str | None = None,
+    start_as_softmax: bool = False,
+    gguf_file: str | None = None,
+    to_plain: bool = False,
+    with_code: bool = False,
+) -> Iterator[str]:
+    """Convert, save with the tokenizer, and say line by line what was done.
 
-
-def read_config(path: str | Path, **options: Any) -> PreTrainedConfig:
-    """The configuration of a model of a known type, with ``options`` for transformers."""
-    require_place(path)
-    for file in (*Path(path).glob("*config.json"), *Path(path).glob("*.index.json")):
-        read_object(file)
-    with named_place(path):
-        try:
-            fields, _ = PreTrainedConfig.get_config_dict(str(path), **options)
-            own_code = "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
-            config = None if own_code else AutoConfig.from_pretrained(str(path), trust_remote_code=False, **options)
-        except (OSError, ImportError, StrictDataclassError):
-            raise
-        except Exception as error:  # every type of model has checks of its own, or none
-            raise UserError(f"the config of {path} is wrong: {first_line(error)}") from error
-    if config is None:
-        raise UserError(f"{path} brings its own model code, which is not run here; only known model types are loaded")
-    return config
-
-
-def usable_device(name: str | None = None) -> torch.device:
-    """The one of that name, by default cuda where there is one; refused before a model is loaded for it."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is none that torch knows; cpu and cuda are usual") from error
-    try:
-        torch.zeros((), device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {device}: torch has no such device to compute on here") from error
-    return device
+    attention: a variant's name; None keeps that of an AffineAttn model, with its length, and gives others affine.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty; give a new folder")
+    if to_plain and (attention or start_as_softmax or with_code):
+        raise UserError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
+    given, tokenizer = load(source, gguf_file), tokenizer_of(source, gguf_file)
+    if to_plain:
+        if not isinstance(given, AffineAttnForCausalLM):
+            raise UserError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
+        plain = export(given)
+        plain.save_pretrained(target)
+        yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
+    else:
+        keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
+        attention = "its own" if keeps else "affine" if attention is None else attention
+        model = convert(given, given.config.attention if keeps else attention, start_as_softmax)
+        save_with_code(model, target) if with_code else model.save_pretrained(target)
+        yield f"{target}: {attention} attention, {model.num_parameters():,} parameters"
+        carried = set(given.state_dict())
+        new = [key for key in stage_keys(model) if key not in carried]
+        yield f"{len(new)} new tensors" + (":" if new else "")
+        yield from (f"  {key} {list(model.state_dict()[key].shape)}" for key in new)
+    if tokenizer is None:
+        yield f"{source} has no tokenizer, so none was written"
+    else:
+        tokenizer.save_pretrained(target)
 
 
 def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:

@@ -1,59 +1,14 @@
-"""What ``affine-attn convert`` and ``affine-attn generate`` do with model folders."""
+"""``affine-attn generate``: text from a model."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
-from affine_attn.errors import UserError, first_line
+from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, load, read_config, stage_keys, usable_device
-from affine_attn.models.modeling import AffineAttnForCausalLM
-from affine_attn.models.remote_code import save_with_code
+from affine_attn.models.load import load, read_config, tokenizer_of, usable_device
 from affine_attn.models.streaming import StreamingCache
-from affine_attn.runs.places import named_place
-
-
-def convert_folder(
-    source: str,
-    target: Path,
-    attention: str | None = None,
-    start_as_softmax: bool = False,
-    gguf_file: str | None = None,
-    to_plain: bool = False,
-    with_code: bool = False,
-) -> Iterator[str]:
-    """Convert, save with the tokenizer, and say line by line what was done.
-
-    attention: a variant's name; None keeps that of an AffineAttn model, with its length, and gives others affine.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is not empty; give a new folder")
-    if to_plain and (attention or start_as_softmax or with_code):
-        raise UserError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
-    given, tokenizer = load(source, gguf_file), tokenizer_of(source, gguf_file)
-    if to_plain:
-        if not isinstance(given, AffineAttnForCausalLM):
-            raise UserError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
-        plain = export(given)
-        plain.save_pretrained(target)
-        yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
-    else:
-        keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
-        attention = "its own" if keeps else "affine" if attention is None else attention
-        model = convert(given, given.config.attention if keeps else attention, start_as_softmax)
-        save_with_code(model, target) if with_code else model.save_pretrained(target)
-        yield f"{target}: {attention} attention, {model.num_parameters():,} parameters"
-        carried = set(given.state_dict())
-        new = [key for key in stage_keys(model) if key not in carried]
-        yield f"{len(new)} new tensors" + (":" if new else "")
-        yield from (f"  {key} {list(model.state_dict()[key].shape)}" for key in new)
-    if tokenizer is None:
-        yield f"{source} has no tokenizer, so none was written"
-    else:
-        tokenizer.save_pretrained(target)
 
 
 def generate_text(
@@ -96,18 +51,3 @@ def generate_text(
     seconds = time.perf_counter() - begin
     count = generated.shape[1] - inputs["input_ids"].shape[1]
     return f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s on {network.device}"
-
-
-def tokenizer_of(path: str, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None where a folder has none."""
-    folder = Path(path)
-    if folder.is_dir() and not gguf_file and not any(folder.glob("tokenizer*")):
-        return None
-    more = {"gguf_file": gguf_file} if gguf_file else {}
-    with named_place(path):
-        try:
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
-        except OSError:
-            raise
-        except Exception as error:  # every tokenizer has errors of its own for files of another shape
-            raise UserError(f"the tokenizer of {path} cannot be read: {first_line(error)}") from error

@@ -25,8 +25,9 @@ from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.reference import run_with_weights
 from affine_attn.core.spec import LEARNED_GATE, LogN
 from affine_attn.errors import UserError
-from affine_attn.models.attn_implementation import PreparedMask, decoder_mask, refuse_unknown
+from affine_attn.models.attn_implementation import refuse_unknown
 from affine_attn.models.configuration import AffineAttnConfig
+from affine_attn.models.masks import PreparedMask, decoder_mask
 from affine_attn.models.streaming import StreamingCache
 from affine_attn.nn.alpha import AlphaGate
 from affine_attn.nn.layer import AttentionLayer

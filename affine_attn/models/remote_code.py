@@ -16,12 +16,16 @@ from affine_attn import checks, errors
 from affine_attn.core import blocks, call, masks, nonfinite, reference, spec, stages, variants
 from affine_attn.errors import UserError
 from affine_attn.models import attn_implementation, configuration, modeling, streaming, tensor_parallel
+from affine_attn.models import masks as prepared_masks
 from affine_attn.nn import alpha, layer, rope
 from affine_attn.runs.files import write_text
 
 MODULE = "modeling_affine_attn"
 _BEFORE_ATTENTION = (checks, errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
-_AFTER_ATTENTION = (alpha, layer, attn_implementation, configuration, tensor_parallel, streaming, modeling)
+_AFTER_ATTENTION = (
+    *(alpha, layer, prepared_masks, attn_implementation),
+    *(configuration, tensor_parallel, streaming, modeling),
+)
 # The rule for these modules: they import only each other and ``api.attention``, and no two define the same name.
 MODULES = (*_BEFORE_ATTENTION, *_AFTER_ATTENTION)
 # api.py without the engines.

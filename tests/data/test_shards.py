@@ -533,9 +533,10 @@ def test_bad_folders(tmp_path, prepared):
 # --- in training
 
 
-def test_training_needs_neither_tokenizers_nor_datasets():
+@pytest.mark.parametrize("room", ["data", "distill"], ids=["now", "before"])
+def test_training_needs_neither_tokenizers_nor_datasets(room):
     program = (
-        "import sys; import affine_attn.data.shards, affine_attn.data.sampler\n"
+        f"import sys; import affine_attn.{room}.shards, affine_attn.{room}.sampler\n"
         "print({'datasets', 'pyarrow', 'tokenizers', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ TRITON = "affine_attn/kernels/flash/launch.py"
 LOCKS = "affine_attn/runs/locks.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
 SAMPLER, TEACHER = "affine_attn/data/sampler.py", "affine_attn/distill/teacher.py"
-INTERFACE, MODELING = "affine_attn/models/attn_implementation.py", "affine_attn/models/modeling.py"
+PREPARED_MASK, MODELING = "affine_attn/models/masks.py", "affine_attn/models/modeling.py"
 
 
 def _in(file: str, *names: str) -> tuple[str, ...]:
@@ -362,7 +362,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("models/model", "checkpoints_of_another_attention_are_refused"),
     ),
     "padding inside of a document cuts it": Mutation(
-        INTERFACE, "steps != 1, steps <= 0)", "steps != 1, steps != 1)",
+        PREPARED_MASK, "steps != 1, steps <= 0)", "steps != 1, steps != 1)",
         _in("models/model", "padding_inside_of_a_document_does_not_cut_it"),
     ),
 }  # fmt: skip
