@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer
 
 from affine_attn.data.shards import TokenShards
+from affine_attn.data.texts import encode, joined_shards
 from affine_attn.distill.data import sequences
-from affine_attn.evaluate.long_context import NEEDLES, joined_shards, needle_retrieval
-from affine_attn.evaluate.perplexity import encode
+from affine_attn.evaluate.long_context import NEEDLES, needle_retrieval
 from affine_attn.models import AffineAttnForCausalLM
 from affine_attn.models.collect import evaluating
 from experiments.grid import Group, Needles, Student

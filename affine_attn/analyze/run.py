@@ -10,10 +10,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from affine_attn.analyze.measure import measure
-from affine_attn.analyze.sequences import APART, JOINED, is_shards, load_sequences
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import VARIANTS
 from affine_attn.data.shards import TOKENIZER
+from affine_attn.data.texts import APART, JOINED, is_shards, load_sequences
 from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import Subject, require_writable

@@ -3,44 +3,24 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from affine_attn.data.needles import Haystack, Needles, Stream
-from affine_attn.data.shards import IGNORED, TokenShards
+from affine_attn.data.shards import IGNORED
+from affine_attn.data.texts import JOINED
 from affine_attn.errors import UserError
-from affine_attn.evaluate.perplexity import documents, encode, prefix_token, token_losses
+from affine_attn.evaluate.perplexity import token_losses
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Per depth, where no number is given.
 HAYSTACKS = 20
 # In one haystack, as in arXiv 2505.17083.
 NEEDLES = 3
-_JOINED = "documents are joined and see each other"
-
-
-class JoinedTexts:
-    """The documents of a file, one after the other, each after the tokenizer's begin (or end) token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, file: Path):
-        prefix = prefix_token(tokenizer)
-        texts = [[prefix, *encode(tokenizer, text)] for text in documents(file)]
-        if not texts:
-            raise UserError(f"{file} has no text")
-        self._tokens = np.concatenate(texts).astype(np.int64)
-        self.tokens = len(self._tokens)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._tokens[start:stop]
-
-
-def joined_shards(folder: Path, split: str = "valid") -> Stream:
-    return TokenShards(folder, 1, split, documents=False)
 
 
 def loss_by_position(model: PreTrainedModel, stream: Stream, length: int, limit: int | None = None) -> dict[str, Any]:
@@ -65,7 +45,7 @@ def loss_by_position(model: PreTrainedModel, stream: Stream, length: int, limit:
         "positions": [
             {"first": a, "last": b - 1, **_over_sequences(means[:, i])} for i, (a, b) in enumerate(pairwise(edges))
         ],
-        "boundaries": _JOINED,
+        "boundaries": JOINED,
         "length": length,
         "stride": length,
         "sequences": sequences,
@@ -98,7 +78,7 @@ def needle_retrieval(
     return {
         "metrics": {"accuracy": _over_sequences(right.mean(1))},
         "depths": [{"depth": depth, **_over_sequences(right[:, j])} for j, depth in enumerate(depths)],
-        "boundaries": _JOINED,
+        "boundaries": JOINED,
         "length": length,
         "haystacks": haystacks,
         "needles": NEEDLES,

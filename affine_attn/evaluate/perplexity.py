@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from affine_attn.data.corpus import find_sources
 from affine_attn.data.shards import IGNORED, TokenShards
+from affine_attn.data.texts import documents, encode, prefix_token
 from affine_attn.distill.losses import CHUNK_BYTES, chunk_size
 from affine_attn.errors import UserError
 from affine_attn.evaluate.score import Pair, score
@@ -144,23 +144,3 @@ def token_losses(model: PreTrainedModel, item: dict[str, Tensor]) -> Tensor:
             for states, wanted in zip(hidden.split(size), labels.split(size), strict=True)
         ]
     )
-
-
-def documents(file: Path) -> Iterator[str]:
-    """Texts of a file in its order; those of JSON lines are in the field "text"."""
-    if not file.exists():
-        raise UserError(f"there is no file {file}")
-    for source in find_sources([str(file)]):
-        yield from (text for text, _ in source.read(0))
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
-
-
-def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What stands before a document: the token of its begin, or where there is none that of an end."""
-    found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if not isinstance(found, int):
-        raise UserError("the tokenizer has neither a begin nor an end token to put before a document")
-    return found

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 
 from affine_attn.data.needles import Stream
 from affine_attn.data.shards import MANIFEST, read_manifest
+from affine_attn.data.texts import JoinedTexts, encode, joined_shards
 from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.evaluate.long_context import (
     DEPTHS,
     HAYSTACKS,
-    JoinedTexts,
-    joined_shards,
     loss_by_position,
     needle_retrieval,
 )
-from affine_attn.evaluate.perplexity import encode, shard_perplexity, text_perplexity
+from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
 from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once
 from affine_attn.evaluate.score import REQUESTS, Pair, Score, read_scores, write_lines
 from affine_attn.runs.files import sha256

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from affine_attn import Affine, AttentionSpec
 from affine_attn.analyze.measure import measure
 from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targets, variant_name
-from affine_attn.analyze.sequences import load_sequences
 from affine_attn.cli import app
 from affine_attn.core.spec import ACTIVATIONS
+from affine_attn.data.texts import load_sequences
 from affine_attn.models import convert, preset
 from affine_attn.models.collect import collect_statistics
 from affine_attn.models.configuration import as_spec

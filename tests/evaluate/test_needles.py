@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.data.needles import Needles
 from affine_attn.data.prepare import prepare
+from affine_attn.data.texts import JoinedTexts, joined_shards
 from affine_attn.evaluate import long_context
-from affine_attn.evaluate.long_context import JoinedTexts, joined_shards, needle_retrieval
+from affine_attn.evaluate.long_context import needle_retrieval
 from affine_attn.models import convert
 from tests.support.evaluation_sets import small_llama
 from tests.support.hf import stir

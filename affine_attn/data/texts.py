@@ -1,19 +1,63 @@
-"""The sequences a model is looked at with: of a text file or of prepared shards, whole ones only."""
+"""Texts and shards as evaluations and analyses read them: document by document, joined, or in whole sequences."""
 
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from affine_attn.data.corpus import find_sources
 from affine_attn.data.shards import MANIFEST, PROGRESS, TokenShards
 from affine_attn.errors import UserError
-from affine_attn.evaluate.perplexity import documents, encode, prefix_token
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What results say of the boundaries of documents.
 APART = "packed as in training: documents do not see each other"
 JOINED = "documents are joined and see each other"
+
+
+def documents(file: Path) -> Iterator[str]:
+    """Texts of a file in its order; those of JSON lines are in the field "text"."""
+    if not file.exists():
+        raise UserError(f"there is no file {file}")
+    for source in find_sources([str(file)]):
+        yield from (text for text, _ in source.read(0))
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def prefix_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """What stands before a document: the token of its begin, or where there is none that of an end."""
+    found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(found, int):
+        raise UserError("the tokenizer has neither a begin nor an end token to put before a document")
+    return found
+
+
+class JoinedTexts:
+    """The documents of a file, one after the other, each after the tokenizer's begin (or end) token."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", file: Path):
+        prefix = prefix_token(tokenizer)
+        texts = [[prefix, *encode(tokenizer, text)] for text in documents(file)]
+        if not texts:
+            raise UserError(f"{file} has no text")
+        self._tokens = np.concatenate(texts).astype(np.int64)
+        self.tokens = len(self._tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._tokens[start:stop]
+
+
+def joined_shards(folder: Path, split: str = "valid") -> TokenShards:
+    return TokenShards(folder, 1, split, documents=False)
 
 
 def is_shards(data: Path) -> bool:
@@ -21,7 +65,7 @@ def is_shards(data: Path) -> bool:
 
 
 def load_sequences(
-    data: Path, length: int, count: int, tokenizer: PreTrainedTokenizerBase | None, join: bool = False
+    data: Path, length: int, count: int, tokenizer: "PreTrainedTokenizerBase | None", join: bool = False
 ) -> list[dict[str, Tensor]]:
     """Return at most ``count`` arguments of a decoder, [1, length] each. ``join``: one text without boundaries.
 
@@ -49,7 +93,7 @@ def load_sequences(
     return found
 
 
-def _tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, bool]]:
+def _tokens(file: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[int, bool]]:
     """Tokens, and whether a document starts with them."""
     prefix = prefix_token(tokenizer)
     for text in documents(file):
