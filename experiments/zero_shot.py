@@ -11,9 +11,9 @@ from pathlib import Path
 from affine_attn.data.shards import TokenShards
 from affine_attn.data.tokenizer import copy_files
 from affine_attn.distill.recipes import Recipe
-from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate, export_requests
 from affine_attn.evaluate.score import SCORES, digest, read_requests, score, write_lines
+from affine_attn.models.load import ModelHandle
 from affine_attn.runs.layout import EVALUATION
 from experiments.grid import Group, Student
 from experiments.runs import MODEL, Run, write_gzip
@@ -23,8 +23,8 @@ ANSWERS = "answers.json.gz"
 
 def write_questions(group: Group, request: Request, questions: Path) -> int:
     """The same for every student that is made as those of the group; returns how many."""
-    with _without_weights(group.students[0], group.recipe) as subject:
-        return export_requests(subject, request, questions)
+    with _without_weights(group.students[0], group.recipe) as handle:
+        return export_requests(handle, request, questions)
 
 
 def answer(runs: Iterable[Run], questions: Path) -> Iterator[Path]:
@@ -33,10 +33,10 @@ def answer(runs: Iterable[Run], questions: Path) -> Iterator[Path]:
         file, model = run.folder / ANSWERS, run.folder / MODEL
         if file.exists() or not (model / "config.json").exists():
             continue
-        subject = Subject(str(model))
-        pairs = read_requests(questions, subject.config)
-        scores = score(subject.model, pairs, progress=run.folder.name)
-        write_gzip(file, [json.dumps({"questions": digest(pairs), "model": subject.about(), "scores": scores})])
+        handle = ModelHandle(str(model))
+        pairs = read_requests(questions, handle.config)
+        scores = score(handle.model, pairs, progress=run.folder.name)
+        write_gzip(file, [json.dumps({"questions": digest(pairs), "model": handle.about(), "scores": scores})])
         yield file
 
 
@@ -53,18 +53,18 @@ def count(runs: Iterable[Run], group: Group, request: Request, questions: Path) 
                 f"{file} answers other questions than {questions}: remove it, and let its model answer again"
             )
         student = Student.from_dict(run.config["student"])
-        with _without_weights(student, group.recipe) as subject, tempfile.TemporaryDirectory() as folder:
+        with _without_weights(student, group.recipe) as handle, tempfile.TemporaryDirectory() as folder:
             scores = Path(folder) / "scores.jsonl"
             header = {"format": SCORES, "requests": digest(pairs), "model": answers["model"]}
             write_lines(scores, header, zip(pairs, answers["scores"], strict=True))
-            evaluate(subject, request, run.folder / EVALUATION, scores)
+            evaluate(handle, request, run.folder / EVALUATION, scores)
         yield run.folder / EVALUATION
 
 
 @contextmanager
-def _without_weights(student: Student, recipe: Recipe) -> Iterator[Subject]:
+def _without_weights(student: Student, recipe: Recipe) -> Iterator[ModelHandle]:
     """What the harness asks of a model before it has questions: its configuration and tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         copy_files(TokenShards(recipe.data, 1).tokenizer, Path(folder))
         student.config(recipe).save_pretrained(folder)
-        yield Subject(folder)
+        yield ModelHandle(folder)

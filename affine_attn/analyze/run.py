@@ -16,12 +16,12 @@ from affine_attn.data.shards import TOKENIZER
 from affine_attn.data.texts import APART, JOINED, is_shards, load_sequences
 from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
-from affine_attn.evaluate.results import Subject, require_writable
 from affine_attn.models.convert import convert
-from affine_attn.models.load import load, tokenizer_of
+from affine_attn.models.load import ModelHandle, load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.presets import at_length
 from affine_attn.runs.analysis import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write_analysis
+from affine_attn.runs.files import require_writable
 from affine_attn.runs.layout import ANALYSIS, beside, model_and_run
 from affine_attn.runs.provenance import device_name, provenance
 
@@ -74,16 +74,16 @@ def targets(models: Sequence[str]) -> list[Target]:
 def analyze(target: Target, request: Request, device: str | None = None, dtype: str | None = None) -> Analysis:
     """Look at one model. A plain Llama, Mistral or Qwen model is converted first, which changes none of its numbers."""
     window = request.place()
-    subject = Subject(target.path, device, dtype)
+    handle = ModelHandle(target.path, device, dtype)
     tokenizer = tokenizer_of(target.path)
     if is_shards(request.data):
         require_same_tokens(request.data, target.path)
     sequences = load_sequences(request.data, request.length, request.sequences, tokenizer, request.join)
-    source: Any = load(target.path, dtype=subject.dtype)
+    source: Any = load(target.path, dtype=handle.dtype)
     # The copy before the move: the device then holds one model.
     model: Any = source if isinstance(source, AffineAttnForCausalLM) else convert(source, "softmax")
     del source
-    model.to(subject.device)
+    model.to(handle.device)
     config = model.config
     layers = sorted(set(request.layers)) or list(range(config.num_hidden_layers))
     if layers[0] < 0 or layers[-1] >= config.num_hidden_layers:
@@ -102,7 +102,7 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
         tokenizer = tokenizer_of(str(request.data / TOKENIZER))
     about = {
         "path": target.path,
-        "model_type": subject.config.model_type,
+        "model_type": handle.config.model_type,
         "attention": config.attention,
         "variant": variant_name([config.spec(layer) for layer in range(config.num_hidden_layers)]),
         "parameters": model.num_parameters(),

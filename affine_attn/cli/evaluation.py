@@ -129,6 +129,7 @@ def evaluate(
     """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are reused."""
     with one_line_errors():
         from affine_attn.evaluate import results, run
+        from affine_attn.models.load import ModelHandle
 
         request = run.Request(
             tasks=tasks or (),
@@ -144,12 +145,12 @@ def evaluate(
             limit=limit,
             batch_size=batch_size,
         )
-        subject = results.Subject(model, device, dtype)
+        handle = ModelHandle(model, device, dtype)
         if export_requests is not None:
-            count = run.export_requests(subject, request, export_requests)
+            count = run.export_requests(handle, request, export_requests)
             say(f"{export_requests}: {count} requests")
             return
-        summary = run.evaluate(subject, request, output, import_scores)
+        summary = run.evaluate(handle, request, output, import_scores)
     if json_output:
         # Not through rich, which breaks lines.
         print(json.dumps(summary, indent=1))
@@ -173,11 +174,11 @@ def eval_score(
 ) -> None:
     """Score exported requests on a machine that has torch and transformers, but no harness and none of its data."""
     with one_line_errors():
-        from affine_attn.evaluate.results import Subject
         from affine_attn.evaluate.score import score_file
+        from affine_attn.models.load import ModelHandle
 
-        subject = Subject(model, device, dtype)
-        count = score_file(subject.model, subject.about(), requests, scores, batch_size)
+        handle = ModelHandle(model, device, dtype)
+        count = score_file(handle.model, handle.about(), requests, scores, batch_size)
     say(f"{scores}: {count} scores")
 
 

@@ -1,28 +1,19 @@
-"""What is measured about what: files that a later call takes up, and the tables people read."""
+"""Results: files that a later call takes up, and the tables people read."""
 
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.errors import UserError
-from affine_attn.models.load import load, read_config, tokenizer_of, usable_device
-from affine_attn.runs.files import read_object, sha256, write_json
-from affine_attn.runs.layout import EVALUATION, beside
-from affine_attn.runs.places import require_place
-from affine_attn.runs.provenance import device_name, provenance
+from affine_attn.runs.files import read_object, require_writable, write_json
+from affine_attn.runs.provenance import provenance
 
-DTYPES = ("float32", "bfloat16", "float16")
-# Files of a model folder that decide what it computes.
-_DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 # Columns of the paper's Table 1, in its order: task, heading.
 TABLE_1 = {
     "winogrande": "Wino",
@@ -34,73 +25,6 @@ TABLE_1 = {
 }
 # Metrics that are shares, which people read in percent: the harness's, and of needles.
 SHARES = ("acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "f1", "accuracy")
-
-
-class Subject:
-    """The model that is evaluated; loaded when something has to be computed with it."""
-
-    def __init__(self, path: str, device: str | None = None, dtype: str | None = None):
-        require_place(path)
-        if dtype not in (None, *DTYPES):
-            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        self.path = path
-        self.device = usable_device(device)
-        # A CPU computes bfloat16 many times slower than float32, and no better.
-        self.dtype = dtype or ("auto" if self.device.type == "cuda" else "float32")
-
-    @cached_property
-    def config(self) -> PreTrainedConfig:
-        return read_config(self.path)
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        found = tokenizer_of(self.path)
-        if found is None:
-            raise UserError(f"{self.path} has no tokenizer")
-        return found
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        network: Any = load(self.path, dtype=self.dtype)
-        return network.to(self.device).eval()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Changes with the weights, the configuration and the tokenizer, not with the place."""
-        folder = Path(self.path)
-        if not folder.is_dir():
-            return f"{self.path}@{self.config._commit_hash}"
-        total = hashlib.sha256()
-        for file in sorted(path for path in folder.iterdir() if path.suffix in _DECISIVE):
-            total.update(f"{file.name} {sha256(file)}\n".encode())
-        return total.hexdigest()
-
-    def can_be_compared(self, fingerprint: str) -> bool:
-        """True where the model's own fingerprint is of the same kind: of a hub id, or of files with the weights."""
-        folder, of_hub = Path(self.path), "@" in fingerprint
-        if not folder.is_dir():
-            return of_hub
-        return not of_hub and any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir())
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
-
-    def about(self) -> dict[str, Any]:
-        """Describe the model and where it ran, for a result that was computed with it."""
-        return {
-            "path": self.path,
-            **self.identity,
-            "model_type": self.config.model_type,
-            "attention": self.config.to_dict().get("attention"),
-            "parameters": self.model.num_parameters(),
-            "device": device_name(self.device),
-        }
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder that results go to by default: beside the weights, or under a name made of a hub id."""
-        return beside(self.path, EVALUATION)
 
 
 def measured_once(
@@ -123,13 +47,6 @@ def measured_once(
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     return result, path, False
-
-
-def require_writable(folder: Path) -> None:
-    """Raise before results are computed that could not be written: beside a shared model this is often so."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
 
 
 def accuracy(result: dict[str, Any]) -> dict[str, float | None]:

@@ -21,9 +21,11 @@ from affine_attn.evaluate.long_context import (
     needle_retrieval,
 )
 from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
-from affine_attn.evaluate.results import TABLE_1, Subject, average, measured_once
+from affine_attn.evaluate.results import TABLE_1, average, measured_once
 from affine_attn.evaluate.score import REQUESTS, Pair, Score, read_scores, write_lines
+from affine_attn.models.load import ModelHandle
 from affine_attn.runs.files import sha256
+from affine_attn.runs.layout import EVALUATION, beside
 
 # Of windows where none is given, as in the paper's training; less for a model that has less.
 LENGTH = 2048
@@ -76,26 +78,26 @@ class Request:
 
 
 def evaluate(
-    subject: Subject, request: Request, output: Path | None = None, scores: Path | None = None
+    handle: ModelHandle, request: Request, output: Path | None = None, scores: Path | None = None
 ) -> dict[str, Any]:
     """The results, from files of calls before where there are any. ``scores``: of the tasks, computed elsewhere."""
     if scores is None:
-        measures = [*_task_measures(subject, request), *_text_measures(subject, request)]
+        measures = [*_task_measures(handle, request), *_text_measures(handle, request)]
     elif request.texts or request.shards:
         raise UserError("--import-scores is for tasks: --text and --shards need the model itself")
     else:
-        measures = list(_imported_measures(subject, request, scores))
-    folder, results = output or subject.folder, []
+        measures = list(_imported_measures(handle, request, scores))
+    folder, results = output or beside(handle.path, EVALUATION), []
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file: give a folder")
     for measure in measures:
         result, path, was_there = measured_once(folder, *measure)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
         results.append(result)
-    return {"model": subject.path, "results": results, "average": average({r["name"]: r for r in results})}
+    return {"model": handle.path, "results": results, "average": average({r["name"]: r for r in results})}
 
 
-def export_requests(subject: Subject, request: Request, file: Path) -> int:
+def export_requests(handle: ModelHandle, request: Request, file: Path) -> int:
     """Write what the harness would ask the model, each question once; returns how many."""
     if request.texts or request.shards:
         raise UserError("--export-requests is for tasks: --text and --shards need no harness, score them there")
@@ -108,7 +110,7 @@ def export_requests(subject: Subject, request: Request, file: Path) -> int:
         asked[pair] = None
         return Score(0.0, False)
 
-    lm = ElsewhereLM(subject.config, subject.tokenizer, note)
+    lm = ElsewhereLM(handle.config, handle.tokenizer, note)
     for task in tasks:
         run_task(lm, task.load(), request.limit)
     write_lines(file, {"format": REQUESTS, "max_length": lm.max_length}, asked)
@@ -123,7 +125,7 @@ def _tasks(request: Request) -> list[Any]:
     return find_tasks(request.tasks or default, LocalData.parse(request.data))
 
 
-def _task_measures(subject: Subject, request: Request) -> Iterator[Measure]:
+def _task_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
     if not request.tasks and (request.texts or request.shards):
         return
     tasks = _tasks(request)
@@ -132,21 +134,21 @@ def _task_measures(subject: Subject, request: Request) -> Iterator[Measure]:
     def compute(task: Any) -> dict[str, Any]:
         # Before the model, which takes longer to load.
         loaded = task.load()
-        lm = BatchedLM(subject.model, subject.tokenizer, request.batch_size)
-        return {"limit": request.limit, **run_task(lm, loaded, request.limit), "model": subject.about()}
+        lm = BatchedLM(handle.model, handle.tokenizer, request.batch_size)
+        return {"limit": request.limit, **run_task(lm, loaded, request.limit), "model": handle.about()}
 
     for task in tasks:
-        identity = {**task.identity(), "limit": request.limit, "model": subject.identity}
+        identity = {**task.identity(), "limit": request.limit, "model": handle.identity}
         yield Measure(task.name, identity, lambda task=task: compute(task))
 
 
-def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iterator[Measure]:
+def _imported_measures(handle: ModelHandle, request: Request, scores: Path) -> Iterator[Measure]:
     """The model of these results is the one that was scored; here are its configuration and tokenizer."""
     tasks = _tasks(request)
     from affine_attn.evaluate.harness import ElsewhereLM, run_task
 
     scored, answers = read_scores(scores)
-    compared = _compared(subject, scored, scores)
+    compared = _compared(handle, scored, scores)
 
     def answer(pair: Pair) -> Score:
         if pair not in answers:
@@ -156,7 +158,7 @@ def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iter
         return answers[pair]
 
     def compute(task: Any) -> dict[str, Any]:
-        lm = ElsewhereLM(subject.config, subject.tokenizer, answer)
+        lm = ElsewhereLM(handle.config, handle.tokenizer, answer)
         measured = run_task(lm, task.load(), request.limit)
         return {"limit": request.limit, **measured, "model": scored, "compared_with_weights": compared}
 
@@ -166,16 +168,16 @@ def _imported_measures(subject: Subject, request: Request, scores: Path) -> Iter
         yield Measure(task.name, identity, lambda task=task: compute(task))
 
 
-def _compared(subject: Subject, scored: dict[str, Any], scores: Path) -> bool:
-    """Refuse scores of another model than the subject; False if its weights, which decide, are not here."""
+def _compared(handle: ModelHandle, scored: dict[str, Any], scores: Path) -> bool:
+    """Refuse scores of another model; False if its weights, which decide, are not here."""
     from affine_attn.evaluate.harness import skeleton
 
-    refusal = f"{scores} has the scores of another model than {subject.path}, of {scored['path']}"
-    if subject.can_be_compared(scored["fingerprint"]):
-        if scored["fingerprint"] != subject.fingerprint:
+    refusal = f"{scores} has the scores of another model than {handle.path}, of {scored['path']}"
+    if handle.can_be_compared(scored["fingerprint"]):
+        if scored["fingerprint"] != handle.fingerprint:
             raise UserError(f"{refusal}: weights, configuration or tokenizer differ")
         return True
-    config = subject.config
+    config = handle.config
     here = {
         "model_type": config.model_type,
         "attention": json.loads(json.dumps(config.to_dict().get("attention"))),
@@ -185,30 +187,30 @@ def _compared(subject: Subject, scored: dict[str, Any], scores: Path) -> bool:
         if scored[name] != value:
             raise UserError(f"{refusal}: {name} is {scored[name]!r} there, {value!r} here")
     print(
-        f"{scores} was computed with {scored['path']}; the weights of {subject.path} are not here, so whether they are "
+        f"{scores} was computed with {scored['path']}; the weights of {handle.path} are not here, so whether they are "
         "the same was not checked",
         file=sys.stderr,
     )
     return False
 
 
-def _text_measures(subject: Subject, request: Request) -> Iterator[Measure]:
-    lengths = request.lengths or (min(LENGTH, subject.config.max_position_embeddings),)
+def _text_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
+    lengths = request.lengths or (min(LENGTH, handle.config.max_position_embeddings),)
     for place in (*request.texts, *request.shards):
         is_shards = place in request.shards
         if is_shards:
             # What is missing, unfinished or another model's is said before anything is computed.
-            _require_vocabulary(place, read_manifest(place)["vocab_size"], subject)
+            _require_vocabulary(place, read_manifest(place)["vocab_size"], handle)
         content = sha256(place / MANIFEST if is_shards else place)
         for kind, length in product(request.kinds, lengths):
             settings = request.settings(kind, length)
-            identity = {"measure": kind, "data": content, "length": length, **settings, "model": subject.identity}
-            compute = partial(_measure_text, subject, place, is_shards, kind, length, settings, request.batch_size)
+            identity = {"measure": kind, "data": content, "length": length, **settings, "model": handle.identity}
+            compute = partial(_measure_text, handle, place, is_shards, kind, length, settings, request.batch_size)
             yield Measure(f"{kind}-{place.name.split('.')[0]}-{length}", identity, compute)
 
 
 def _measure_text(
-    subject: Subject,
+    handle: ModelHandle,
     place: Path,
     is_shards: bool,
     kind: str,
@@ -216,26 +218,26 @@ def _measure_text(
     settings: dict[str, Any],
     batch_size: int | None,
 ) -> dict[str, Any]:
-    model = subject.model
+    model = handle.model
 
     def joined() -> Stream:
-        return joined_shards(place) if is_shards else JoinedTexts(subject.tokenizer, place)
+        return joined_shards(place) if is_shards else JoinedTexts(handle.tokenizer, place)
 
     if kind == "needle":
-        found = needle_retrieval(model, joined(), partial(encode, subject.tokenizer), length, **settings)
+        found = needle_retrieval(model, joined(), partial(encode, handle.tokenizer), length, **settings)
     elif kind == "positions":
         found = loss_by_position(model, joined(), length, settings["limit"])
     elif is_shards:
         found = shard_perplexity(model, place, length, limit=settings["limit"])
     else:
-        found = text_perplexity(model, subject.tokenizer, place, length, batch_size=batch_size, **settings)
-    return {"data": str(place), "limit": settings.get("limit"), **found, "model": subject.about()}
+        found = text_perplexity(model, handle.tokenizer, place, length, batch_size=batch_size, **settings)
+    return {"data": str(place), "limit": settings.get("limit"), **found, "model": handle.about()}
 
 
-def _require_vocabulary(place: Path, needed: int, subject: Subject) -> None:
-    if needed > subject.config.vocab_size:
+def _require_vocabulary(place: Path, needed: int, handle: ModelHandle) -> None:
+    if needed > handle.config.vocab_size:
         raise UserError(
-            f"{place} has tokens up to {needed - 1}, {subject.path} knows {subject.config.vocab_size}: "
-            f"prepare it with --tokenizer {subject.path}"
+            f"{place} has tokens up to {needed - 1}, {handle.path} knows {handle.config.vocab_size}: "
+            f"prepare it with --tokenizer {handle.path}"
         )
-    require_same_tokens(place, subject.path)
+    require_same_tokens(place, handle.path)

@@ -1,5 +1,7 @@
 """A model, its configuration and its tokenizer from a folder or the hub, or what is wrong there in a sentence."""
 
+import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,75 @@ from transformers import (
 )
 
 from affine_attn.errors import UserError, first_line
-from affine_attn.runs.files import read_object
+from affine_attn.runs.files import read_object, sha256
 from affine_attn.runs.places import named_place, require_place
+from affine_attn.runs.provenance import device_name
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Files of a model folder that decide what it computes.
+_DECISIVE = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+
+
+class ModelHandle:
+    """A model that is evaluated or analysed; loaded when something has to be computed with it."""
+
+    def __init__(self, path: str, device: str | None = None, dtype: str | None = None):
+        require_place(path)
+        if dtype not in (None, *DTYPES):
+            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.path = path
+        self.device = usable_device(device)
+        # A CPU computes bfloat16 many times slower than float32, and no better.
+        self.dtype = dtype or ("auto" if self.device.type == "cuda" else "float32")
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return read_config(self.path)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        found = tokenizer_of(self.path)
+        if found is None:
+            raise UserError(f"{self.path} has no tokenizer")
+        return found
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        network: Any = load(self.path, dtype=self.dtype)
+        return network.to(self.device).eval()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights, the configuration and the tokenizer, not with the place."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return f"{self.path}@{self.config._commit_hash}"
+        total = hashlib.sha256()
+        for file in sorted(path for path in folder.iterdir() if path.suffix in _DECISIVE):
+            total.update(f"{file.name} {sha256(file)}\n".encode())
+        return total.hexdigest()
+
+    def can_be_compared(self, fingerprint: str) -> bool:
+        """True where the model's own fingerprint is of the same kind: of a hub id, or of files with the weights."""
+        folder, of_hub = Path(self.path), "@" in fingerprint
+        if not folder.is_dir():
+            return of_hub
+        return not of_hub and any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir())
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
+
+    def about(self) -> dict[str, Any]:
+        """Describe the model and where it ran, for a result that was computed with it."""
+        return {
+            "path": self.path,
+            **self.identity,
+            "model_type": self.config.model_type,
+            "attention": self.config.to_dict().get("attention"),
+            "parameters": self.model.num_parameters(),
+            "device": device_name(self.device),
+        }
 
 
 def load(path: str | Path, gguf_file: str | None = None, **loading: Any) -> PreTrainedModel:

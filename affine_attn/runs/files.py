@@ -37,6 +37,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
+def require_writable(folder: Path) -> None:
+    """Raise before results are computed that could not be written: beside a shared model this is often so."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"results cannot be written to {folder}: give a folder of your own with --output")
+
+
 def settle(file: BinaryIO, path: Path) -> None:
     """Give what was written to ``path``.tmp its name, once it is on the disk."""
     file.flush()

@@ -23,10 +23,10 @@ from affine_attn.data.tokenizer import train_tokenizer
 from affine_attn.distill.data import sequences
 from affine_attn.distill.run import run as distill
 from affine_attn.distill.teacher import ask, logits
-from affine_attn.evaluate.results import Subject
 from affine_attn.evaluate.run import Request, evaluate
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.models import AffineAttnForCausalLM, preset
+from affine_attn.models.load import ModelHandle
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.runs.files import write_json
 from experiments import (
@@ -289,7 +289,7 @@ def test_zero_shot_answers_are_counted_as_if_the_model_were_here(recipe, data, t
     for run in found:
         assert list(zero_shot.count([run], group, request, questions))
     run = found[0]
-    expected = evaluate(Subject(str(run.folder / runs.MODEL)), request, tmp_path / "here")
+    expected = evaluate(ModelHandle(str(run.folder / runs.MODEL)), request, tmp_path / "here")
     got = {result["name"]: result["metrics"] for result in run.evaluations()}
     assert got == {result["name"]: result["metrics"] for result in expected["results"]}
     assert tables.accuracies(run)["accuracy"] == pytest.approx(expected["average"]["value"])

@@ -19,10 +19,11 @@ from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app
 from affine_attn.core.variants import variant
 from affine_attn.distill.run import run
-from affine_attn.evaluate.results import TABLE_1, Subject
+from affine_attn.evaluate.results import TABLE_1
 from affine_attn.evaluate.run import Request as Measures
 from affine_attn.evaluate.run import evaluate
 from affine_attn.models import preset
+from affine_attn.models.load import ModelHandle
 from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
@@ -45,8 +46,8 @@ def runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp("runs") / name
         chosen = tiny(data, attention=attention, steps=12, statistics_steps=3, valid_sequences=4, valid_steps=4)
         model = run(chosen, folder)
-        evaluate(Subject(str(model)), Measures(shards=[data], lengths=[16]))
-        evaluate(Subject(str(model)), Measures(shards=[data], lengths=[32], by_position=True, limit=4))
+        evaluate(ModelHandle(str(model)), Measures(shards=[data], lengths=[16]))
+        evaluate(ModelHandle(str(model)), Measures(shards=[data], lengths=[32], by_position=True, limit=4))
         needles = {"name": "needle-long-400", "identity": {"measure": "needle", "model": {"dtype": "float32"}}}
         needles["metrics"] = {"accuracy": {"value": 0.5, "stderr": 0.1}}
         needles["depths"] = [{"depth": 1.0, "value": 0.75, "stderr": 0.1}, {"depth": 0.0, "value": 0.25, "stderr": 0.1}]
