@@ -137,6 +137,12 @@ def _loaded(program: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout.split()
 
 
+def test_files_of_a_run_are_read_without_torch():
+    """places.py alone knows errors of libraries: those of the hub and of safetensors."""
+    runs = [f"affine_attn.{name}" for name in _modules() if name.startswith("runs.") and name != "runs.places"]
+    assert _loaded(f"import {', '.join(runs)}") == []
+
+
 def test_importing_the_package_loads_nothing_and_its_names_torch_alone():
     assert _loaded("import affine_attn") == []
     # torch itself may load some of these: a CUDA build brings triton.
