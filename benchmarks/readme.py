@@ -5,22 +5,39 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from affine_attn.core.variants import VARIANTS, variants_table
 from affine_attn.runs.files import write_text
 from benchmarks import plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 
+# The README's table: what it compares, at which shapes, on which device.
+HEADLINE = RESULTS / "nvidia-h200.csv"
+HEADLINE_ROWS = ("plain SDPA (cuDNN)", "plain SDPA (flash)", "softmax", "sink", "affine", "affine_gated")
+HEADLINE_SHAPES = ("1B", "3B", "0.5B", "3B-8k")
+
+
+def headline() -> str:
+    """Return the README's part: a caption and forward + backward of a few variants beside stock attention."""
+    rows = [
+        row
+        for row in _of("forward+backward", read(HEADLINE))
+        if row["what"] in HEADLINE_ROWS and row["shape"] in HEADLINE_SHAPES
+    ]
+    return f"{caption(rows)}\n\n{_table(rows, _ratio_and_ms)}"
+
 
 def results() -> str:
-    """A caption, a picture and one table per topic for every device."""
+    """Return a caption, a picture and one table per topic for every device, for docs/benchmarks.md."""
     parts = []
     for path in sorted(RESULTS.glob("*.csv")):
         rows = read(path)
+        parts.append(f"## {rows[0]['device']}")
         parts.append(caption(rows))
         picture = path.with_suffix(".svg")
         if plot.draw(rows, picture):
-            parts.append(f"![training cost over context length]({picture.relative_to(ROOT)})")
+            parts.append(f"![training cost over context length](../{picture.relative_to(ROOT)})")
         parts += tables(rows)
         if any(map(_unsteady, rows)):
             parts.append("~ unsteady: a fifth of the times were more than half as long again as another fifth.")
@@ -132,12 +149,17 @@ def rewrite(text: str, parts: dict[str, str]) -> str:
     return text
 
 
-def main() -> None:
-    documents = {
-        ROOT / "README.md": {"variants": variants_table(), "speed": results()},
+def documents() -> dict[Path, dict[str, str]]:
+    """Return the generated parts of each document."""
+    return {
+        ROOT / "README.md": {"variants": variants_table(), "speed": headline()},
+        ROOT / "docs" / "benchmarks.md": {"benchmarks": results()},
         ROOT / "docs" / "scaling.md": {"training": scaling.measurements(), "scaling": scaling.tables()},
     }
-    for path, parts in documents.items():
+
+
+def main() -> None:
+    for path, parts in documents().items():
         write_text(path, rewrite(path.read_text(), parts))
 
 

@@ -5,6 +5,9 @@ import sys
 import pytest
 import torch
 
+from affine_attn.core import spec
+from affine_attn.core.variants import VARIANTS
+
 # One thread per worker: two busy OpenMP pools on two cores slow each other down many times over.
 torch.set_num_threads(1)
 
@@ -46,3 +49,14 @@ def _seeded_and_poisoned():
 
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture
+def family():
+    """Take away after a test what it added to the family."""
+    tables = (VARIANTS, spec._LOGITS, spec.ACTIVATIONS, spec.GATES)
+    kept = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(entries)

@@ -89,7 +89,7 @@ def test_old_names_of_moved_modules_warn_and_have_everything(old, new):
         moved = importlib.reload(importlib.import_module(f"affine_attn.{old}"))
     there = vars(importlib.import_module(f"affine_attn.{new}"))
     assert all(vars(moved)[name] is value for name, value in there.items() if not name.startswith("_"))
-    assert f"| `affine_attn.{old}` | `affine_attn.{new}` |" in (PACKAGE.parent / "README.md").read_text()
+    assert f"| `affine_attn.{old}` | `affine_attn.{new}` |" in (PACKAGE.parent / "CHANGELOG.md").read_text()
 
 
 def test_core_needs_torch_alone():

@@ -1,4 +1,4 @@
-"""Code in README and docs runs, their tables are the generated ones, their links and the README's file tree exist."""
+"""Code in README and docs runs, their tables are the generated ones, their links and the trees of files exist."""
 
 import dataclasses
 import re
@@ -6,62 +6,88 @@ import shlex
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from affine_attn import VARIANTS, Mask, attention, variant
+from affine_attn import Mask, attention, explain, variant
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app as cli
-from affine_attn.core import spec
 from affine_attn.core.variants import variants_table
 from affine_attn.distill import estimate
 from affine_attn.distill.recipes import recipe
 from affine_attn.distill.run import run
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
-from benchmarks.readme import rewrite
+from benchmarks.readme import documents, rewrite
 from docs import gallery
 from tests.support.tiny_runs import counting_shards, tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-VARIANT = (ROOT / "docs" / "adding-a-variant.md").read_text()
-GALLERY = (ROOT / "docs" / "gallery.md").read_text()
-SCALING = (ROOT / "docs" / "scaling.md").read_text()
+DOCS = ROOT / "docs"
+VARIANT = (DOCS / "adding-a-variant.md").read_text()
+GALLERY = (DOCS / "gallery.md").read_text()
+SCALING = (DOCS / "scaling.md").read_text()
+DESIGN = (DOCS / "design.md").read_text()
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 
 
 def code_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
-def test_the_quickstart_runs():
-    core, own_model, models = code_of(README)
-    namespace: dict = {}
-    exec(core, namespace)
-    assert namespace["y"].shape == (2, 8, 128, 64)
-    assert namespace["layer"].alpha.alpha_ma.abs().min() > 0
-    exec(own_model, namespace)
+def run_all(page: str) -> dict[str, Any]:
+    """Run the code of a page from top to bottom and return its names."""
+    namespace: dict[str, Any] = {}
+    for code in code_of(page):
+        exec(code, namespace)
+    return namespace
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_quickstart_of_the_readme_runs():
+    (quickstart,) = code_of(README)
+    assert len(quickstart.splitlines()) <= 12
+    found = run_all(README)
+    assert found["y"].shape == (2, 8, 128, 64)
+    assert found["layer"].alpha.alpha_ma.abs().min() > 0
+
+
+def test_the_quickstart_of_the_docs_runs():
+    page = (DOCS / "quickstart.md").read_text()
+    found = run_all(page)
+    assert found["layer"].alpha.alpha_ma.abs().min() > 0
+    if not torch.cuda.is_available():
+        assert textwrap.indent(explain(found["q"], found["k"], found["v"], **found["arguments"]), "    ") in page
+
+
+def test_the_tutorial_on_an_own_model_runs():
+    found = run_all((DOCS / "tutorials" / "own-gpt.md").read_text())
     # The average is still 0, so beta = -alpha / 128.
-    q, k, v, alpha = (namespace[name] for name in ("q", "k", "v", "alpha"))
-    torch.testing.assert_close(namespace["y"], attention(q, k, v, alpha=alpha, beta=-alpha / 128))
-    exec(models, namespace)
-    assert namespace["endless"].shape == (1, 80) or namespace["endless"][0, -1] == 0
-    prompt = namespace["prompt"]
-    before, after = (namespace[name].eval()(prompt).logits for name in ("softmax", "affine"))
+    q, k, v, alpha = (found[name] for name in ("q", "k", "v", "alpha"))
+    torch.testing.assert_close(found["y"], attention(q, k, v, alpha=alpha, beta=-alpha / 128))
+
+
+def test_the_tutorial_on_hugging_face_models_runs():
+    found = run_all((DOCS / "tutorials" / "hugging-face.md").read_text())
+    assert found["endless"].shape == (1, 80) or found["endless"][0, -1] == 0
+    before, after = (found[name].eval()(found["prompt"]).logits for name in ("softmax", "affine"))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
-@pytest.fixture
-def family():
-    """What a page adds to the family goes away with its test."""
-    tables = (VARIANTS, spec._LOGITS, spec.ACTIVATIONS, spec.GATES)
-    kept = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, kept, strict=True):
-        table.clear()
-        table.update(entries)
+def test_the_tutorial_on_analysis_runs():
+    assert run_all((DOCS / "tutorials" / "analyse.md").read_text())["row_sums"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["masks", "engines"])
+def test_the_pages_on_concepts_run(name):
+    run_all((DOCS / f"{name}.md").read_text())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -113,12 +139,13 @@ def _power_law(q, k, v, sink, alpha, beta, logit):
     return (alpha[..., None] * p + beta[..., None] * (t >= 0)) @ v
 
 
-def test_the_variants_table_is_current():
-    assert variants_table() in README
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_generated_sections_are_current(path):
+    assert rewrite(path.read_text(), documents()[path]) == path.read_text()
 
 
 def test_plain_attention_is_that_of_torch():
-    """As the README says to those who port a model."""
+    """As the tutorial says to those who port a model."""
     q, k, v = (torch.randn(2, heads, 10, 16) for heads in (4, 2, 2))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attention(q, k, v), expected)
@@ -128,8 +155,8 @@ CODE = ("affine_attn", "benchmarks", "experiments", "docs", "tests", "hf_common"
 
 
 def files_of_the_tree() -> dict[str, set[str]]:
-    """Folder -> names, as the README's tree shows them: by indentation; what a line has no room for is below it."""
-    tree = README.split("## Where things are\n\n")[1].split("\n\nReading order")[0]
+    """Folder -> names, as the tree in docs/design.md has them: by indentation; a long line goes on below."""
+    (tree,) = re.findall(r"^    affine_attn/\n(?:    .*\n)+", DESIGN, re.MULTILINE)
     folders, found, here = {0: ""}, {}, ""
     for line in tree.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -140,6 +167,13 @@ def files_of_the_tree() -> dict[str, set[str]]:
             folders = {n: folder for n, folder in folders.items() if n < indent} | {indent: here}
         found.setdefault(here, set()).update(re.findall(r"[\w-]+\.(?:py|md)\b", line))
     return {folder.rstrip("/"): names for folder, names in found.items()}
+
+
+def test_the_tree_of_the_readme_has_every_room():
+    tree = README.split("## Where things are\n\n")[1].split("\n\n")[0]
+    rooms = {path.parent.name for path in (ROOT / "affine_attn").glob("*/__init__.py")}
+    assert set(re.findall(r"(\w+)/", tree)) == rooms
+    assert len(tree.splitlines()) <= 10
 
 
 def test_the_tree_has_every_file_and_no_other():
@@ -153,7 +187,7 @@ def test_the_tree_has_every_file_and_no_other():
 def test_versions_and_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    start = README.split("## Start")[1].split("## The equation")[0]
+    start = (DOCS / "quickstart.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", start, re.MULTILINE)) == set(extras) - {"test", "lint"}
     oldest = dict(
         re.match(r"([\w-]+)>=([\d.]+)", line).groups()
@@ -161,15 +195,16 @@ def test_versions_and_extras_are_those_of_the_package():
         if ">=" in line
     )
     python = project["requires-python"].removeprefix(">=")
-    assert f"Python {python} or newer and PyTorch {oldest['torch']} to" in start
+    for page in (README, start):
+        assert f"Python {python} or newer and PyTorch {oldest['torch']} to" in page
     assert f"transformers {oldest['transformers']} or newer" in start
     assert f"Triton {oldest['triton']} or newer" in start
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
     for link, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         target = page.parent / link if link else page
@@ -180,12 +215,21 @@ def test_every_link_leads_somewhere(page):
             assert heading in anchors, f"{page.name} links to {link}#{heading}"
 
 
-@pytest.mark.parametrize("page", [README, SCALING], ids=["README", "scaling"])
+_COMMAND = re.compile(r"(?:`|    |-m )affine[-_]attn(?:\.cli)? ([a-z][^`\n#]*)")
+_COMMANDS = {
+    page: _COMMAND.findall(page.read_text().replace("\\\n", ""))
+    for page in (ROOT / "README.md", DOCS / "quickstart.md", DOCS / "scaling.md", *TUTORIALS)
+}
+
+
+def test_pages_have_commands():
+    assert sum(map(len, _COMMANDS.values())) > 40
+
+
+@pytest.mark.parametrize("page", [page for page in _COMMANDS if _COMMANDS[page]], ids=lambda page: page.stem)
 def test_every_command_has_its_options_and_fields(page):
     """With --help a command reads its line and does nothing."""
-    lines = re.findall(r"(?:`|    |-m )affine[-_]attn(?:\.cli)? ([a-z][^`\n#]*)", page.replace("\\\n", ""))
-    assert len(lines) > 5
-    for line in lines:
+    for line in _COMMANDS[page]:
         name, *arguments = shlex.split(line)
         result = CliRunner().invoke(cli, [name, "--help", *arguments])
         assert result.exit_code == 0, f"{line}\n{result.output}"
@@ -231,10 +275,6 @@ def test_the_gallery_is_written_from_the_files_of_runs(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"shows \['loss.svg'\], which these runs have no numbers for"):
         gallery.draw(students, "![](gallery/loss.svg)", tmp_path / "figures")
     assert len(list((tmp_path / "figures").iterdir())) == 2
-
-
-def test_the_tables_of_scaling_are_current():
-    assert rewrite(SCALING, {"training": scaling.measurements(), "scaling": scaling.tables()}) == SCALING
 
 
 def test_scaling_takes_what_was_measured_and_says_what_was_not(tmp_path):
