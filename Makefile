@@ -1,20 +1,46 @@
 # Every target sets itself up: a virtual environment in .venv, with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-# uv ignores pip's settings, so a local wheel folder named for pip is passed on.
-UV_FLAGS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+CONSTRAINTS ?= constraints.txt
+# Where there is no GPU, PyTorch comes without CUDA, which takes gigabytes. Sizes below are those on disk.
+TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),$(shell grep -o 'torch>=[^"]*' pyproject.toml))
+TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--index-url https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --retries 1
+# uv is faster where it is there. It ignores pip's settings, so a local wheel folder named for pip is passed on.
+UV := uv pip install --python $(BIN)/python $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+INSTALL := $(if $(shell command -v uv),$(UV),$(PIP))
 
 OLDEST_TRITON := .venv/oldest-triton
 
-.PHONY: demo test test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common bench gallery lint fmt clean
+.PHONY: demo test docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common bench \
+	gallery lint fmt clean
 
 # Where other programs use the cores too, threads that wait by spinning make steps many times slower.
-demo: .venv/.installed
+demo: .venv/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/affine-attn demo
 
 test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/kernels/test_aot.py
+
+docs: .venv/.installed
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "the site is in build/site/index.html"
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+# Source and wheel, checked, and the wheel in an environment that has nothing else.
+dist: .venv/.torch
+	rm -rf build/dist build/clean
+	$(PIP) --quiet build twine
+	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/python -m twine check --strict build/dist/*
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip --disable-pip-version-check install --quiet --retries 1 $(TORCH_INDEX) --no-deps "$(TORCH)"
+	build/clean/bin/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) build/dist/*.whl
+	cd build/clean && bin/affine-attn --version && bin/affine-attn variants > /dev/null && \
+		bin/python -c "import torch; from affine_attn import attention; x = torch.randn(1, 2, 8, 16); attention(x, x, x)"
 
 # Most of their time these tests compile, on the CPU.
 test-gpu: .venv/.installed
@@ -69,15 +95,28 @@ fmt: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.torch: $(CONSTRAINTS)
+	@echo "1 of 3: a virtual environment in .venv"
 	$(PYTHON) -m venv .venv
-	if command -v uv >/dev/null; then uv pip install --python $(BIN)/python $(UV_FLAGS) -c constraints.txt -e '.[dev]'; \
-	else $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'; fi
+	@echo "2 of 3: PyTorch $(if $(TORCH_INDEX),for the CPU (0.8 GB),with CUDA (several GB))"
+	$(PIP) $(TORCH_INDEX) --no-deps "$(TORCH)"
+	touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	@echo "3 of 3: what the demo uses, transformers above all (0.3 GB)"
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[demo]'
+	@echo "done: $$(du -sh .venv | cut -f1) in .venv"
+	touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	@echo "3 of 3: what models, evaluation, tests and documentation use (1.3 GB)"
+	$(INSTALL) --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "done: $$(du -sh .venv | cut -f1) in .venv"
 	touch $@
 
 # The oldest Triton that pyproject.toml allows: it comes with the torch that many have, and takes less of the language.
 $(OLDEST_TRITON): | .venv/.installed
-	$(BIN)/pip install --quiet --no-deps --target $@ triton==3.6.0
+	$(PIP) --quiet --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from affine_attn.nn.layer import AttentionLayer
     from affine_attn.nn.rope import Rope
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "VARIANTS",
