@@ -33,9 +33,12 @@ html_title = "affine-attn"
 html_copy_source = False
 html_show_sphinx = False
 html_extra_path = ["llms.txt"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 _ARGUMENTS = re.compile(r"([a-z_]+(?:, [a-z_]+)*): (.+)")
 _LITERAL = re.compile(r"(``.+?``)")
+_FIELD = re.compile(r"    ([a-z_]+): .*?  # (.+)")
 
 
 def as_field_lists(_app: Sphinx, _what: str, _name: str, thing: Any, _options: Any, lines: list[str]) -> None:
@@ -57,7 +60,15 @@ def as_field_lists(_app: Sphinx, _what: str, _name: str, thing: Any, _options: A
             found += [""] if in_fields and text and not text.startswith(" ") else []
             in_fields = in_fields and text.startswith(" ")
             found.append(text)
+    if inspect.isclass(thing) and not in_fields:
+        found += ["", *(f":param {name}: {meaning}" for name, meaning in _fields(thing) if name in known), ""]
     lines[:] = found
+
+
+def _fields(thing: type) -> list[tuple[str, str]]:
+    """Return the fields of a dataclass or named tuple with the comments behind them."""
+    matches = (_FIELD.fullmatch(line) for line in inspect.getsource(thing).splitlines())
+    return [(match[1], match[2].replace("|", r"\|")) for match in matches if match]
 
 
 class Commands(Directive):
