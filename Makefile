@@ -82,7 +82,7 @@ test-hf-common: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/affine-attn bench
 
-# After `make demo`: the figures and the table of docs/gallery.md, and the README's picture of the report.
+# After `make demo`: the figures and the table of docs/gallery.md, and the picture of the report.
 gallery: .venv/.installed
 	$(BIN)/python -m docs.gallery
 

@@ -2,7 +2,7 @@
 
 Every case is first checked against the tolerance rule on this device: a wrong one is not timed, and the command fails.
 Cases of a group take turns for several rounds; a ratio is the median of the ratios of the rounds. Results go to
-benchmarks/results/<device>.csv, one row per (shape, what, mode), after every group, and from there into the README.
+benchmarks/results/<device>.csv, one row per (shape, what, mode), after every group, and from there into the documents.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def parsed(device: torch.device) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"turns of every case in its group; default: {rounds}"
     )
-    parser.add_argument("--output", type=Path, help="CSV to write, leaving the README alone; default: see above")
+    parser.add_argument("--output", type=Path, help="CSV to write, leaving README and docs alone; default: see above")
     arguments = parser.parse_args()
     for name, allowed in (("shapes", known), ("variants", everything), ("modes", MODES)):
         if unknown := set(getattr(arguments, name) or []) - set(allowed):

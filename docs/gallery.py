@@ -1,6 +1,6 @@
 """``make gallery``: what of docs/ shows the students of ``make demo``, written from the files in runs/demo.
 
-Figures and the table of gallery.md, and report.png, the picture of the report page in the README.
+Figures and the table of gallery.md, and report.png, the picture of the report in the tutorial on it.
 """
 
 import dataclasses

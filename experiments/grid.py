@@ -166,7 +166,7 @@ def groups(recipe: Recipe) -> list[Group]:
     up_to_common = PAPER_RATE, SWEPT_RATE, COMMON_RATE
     a_open = ablations(recipe.sequence_length)
     # The slowest pair of p-rope turns once in a sequence. The first runs had that of the paper, which trains at four
-    # times the length, and longer text brought angles that they had never seen (LOG.md).
+    # times the length, and longer text brought angles that they had never seen (docs/log).
     lengthy = distances(recipe.sequence_length, slowest=recipe.sequence_length // TURN)
     return [
         group("a-core", "a", first, named(CORE, both)),

@@ -32,7 +32,7 @@ from tests.support.evaluation_sets import DOCUMENTS, TEXTS, small_llama, write_s
 from tests.support.hf import stir, tiny_model
 
 runner = CliRunner()
-# A folder with the real sets, as the README says; the test on them takes a minute.
+# A folder with the real sets, as the tutorial says; the test on them takes a minute.
 REAL_DATA = os.environ.get("AFFINE_ATTN_EVAL_DATA")
 
 

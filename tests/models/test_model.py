@@ -221,7 +221,7 @@ def test_a_loaded_model_trains_and_tracks_alpha(tmp_path):
 
 
 def test_alpha_is_tracked_under_transformers_trainer(tmp_path):
-    """As the README says; once per step, however many micro-batches it has."""
+    """As the tutorial says; once per step, however many micro-batches it has."""
     model = tiny_model("affine").train()
     for layer in model.model.layers:
         layer.self_attn.alpha.alpha_ma.zero_()

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: for the tests of the report, and for its picture in the README."""
+"""Pages in headless Chromium: for the tests of the report, and for its picture in the docs."""
 
 import shutil
 import time
