@@ -60,7 +60,7 @@ def parts(call: Call, dy: Tensor, output: Output) -> dict[str, Callable[[], obje
 
 
 def at_a_time(kv_heads: int, call: Call, dy: Tensor, output: Output) -> Callable[[], object]:
-    """Fewer leave less to keep in the cache, which long sequences run out of (LOG.md)."""
+    """Fewer leave less to keep in the cache, which long sequences run out of (docs/log)."""
     fewer = mock.patch.object(sm90_backward, "_KV_HEADS", kv_heads)
     return fewer(functools.partial(sm90_backward.backward, call, dy, output))
 

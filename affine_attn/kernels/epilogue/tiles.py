@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-# By padded head_dim, timed on an H200 (LOG.md).
+# By padded head_dim, timed on an H200 (docs/log).
 TILES = {
     16: Tile(32, 16, 16, 64, 1),
     32: Tile(16, 32, 32, 64, 1),

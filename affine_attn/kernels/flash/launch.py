@@ -33,7 +33,7 @@ class Config:
     maxnreg: int | None = None
 
 
-# {kernel: {largest head dim: Config}} for 16-bit inputs, timed on an H200 (LOG.md).
+# {kernel: {largest head dim: Config}} for 16-bit inputs, timed on an H200 (docs/log).
 CONFIGS = {
     "forward": {
         64: Config(128, 64, num_warps=8, num_stages=3, maxnreg=128),

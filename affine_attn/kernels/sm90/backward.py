@@ -34,14 +34,14 @@ STAGES, TILES, LATE = {64: 3, 128: 2}, {64: 2, 128: 1}, {64: True, 128: False}
 QUERIES, HALF = 64, 64
 # kv heads at a time: what their CTAs read and add to must stay in the cache, or memory moves several times as much.
 _KV_HEADS = 8
-# Tokens for which it was timed and found faster than cuDNN's. At 32768 it is slower (LOG.md), below it was not timed.
+# Tokens for which it was timed and found faster than cuDNN's. At 32768 it is slower (docs/log), below it was not timed.
 LENGTHS = range(2048, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
 # Of sm90_preprocess_kernel: rows and columns of a tile, as in the kernel, tested.
 TILE_ROWS, TILE_COLUMNS = 64, 64
 # Without and with elementwise gates: its pipeline stages, and CTAs on an SM, as timed: memory is slower with more
-# bytes in flight (LOG.md). Registers of a thread, so that there is room for two CTAs.
+# bytes in flight (docs/log). Registers of a thread, so that there is room for two CTAs.
 PREPROCESS_STAGES, CTAS_PER_SM, ROW_REGISTERS = (2, 3), (2, 1), 128
 
 
@@ -105,7 +105,7 @@ class Preprocess:
         if call.gate is not None and self.is_elementwise:
             self.dgate, self.do = torch.empty_like(call.gate), torch.empty_like(dy)
         # Without a headwise gate shift is beta itself, and with alpha delta is dalpha, both up to the signs of alpha.
-        # Not with alpha alone: for signs without beta the compiler puts waits between all MMAs (LOG.md).
+        # Not with alpha alone: for signs without beta the compiler puts waits between all MMAs (docs/log).
         self.signs = self.alpha if self.row_gate is None and self.beta is not None else None
         self.delta = new(batch, heads, queries) if self.signs is None or self.dalpha is None else self.dalpha
         self.shift = self.beta if self.beta is None or self.row_gate is None else torch.empty_like(self.beta)
