@@ -97,7 +97,7 @@ fmt: .venv/.installed
 
 .venv/.torch: $(CONSTRAINTS)
 	@echo "1 of 3: a virtual environment in .venv"
-	$(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "2 of 3: PyTorch $(if $(TORCH_INDEX),for the CPU (0.8 GB),with CUDA (several GB))"
 	$(PIP) $(TORCH_INDEX) --no-deps "$(TORCH)"
 	touch $@
