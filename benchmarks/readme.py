@@ -25,7 +25,7 @@ def headline() -> str:
         for row in _of("forward+backward", read(HEADLINE))
         if row["what"] in HEADLINE_ROWS and row["shape"] in HEADLINE_SHAPES
     ]
-    return f"{caption(rows)}\n\n{_table(rows, _ratio_and_ms)}"
+    return f"{caption(rows)} {_commits(rows).capitalize()}.\n\n{_table(rows, _ratio_and_ms)}"
 
 
 def results() -> str:
@@ -46,14 +46,17 @@ def results() -> str:
 
 def caption(rows: list[Row]) -> str:
     first = rows[0]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    text = f"**{first['device']}**, torch {first['torch']}, triton {first['triton']}, commit {commits}"
+    text = f"**{first['device']}**, torch {first['torch']}, triton {first['triton']}"
     ceilings = []
     for row in rows:
         if row["mode"] == "ceiling":
             figure = f"{float(row['gbps']):.0f} GB/s" if row["gbps"] else f"{float(row['tflops']):.3g} TFLOP/s"
             ceilings.append(f"{row['what']} {figure}")
     return f"{text}; {', '.join(ceilings)}." if ceilings else f"{text}."
+
+
+def _commits(rows: list[Row]) -> str:
+    return "commit " + ", ".join(dict.fromkeys(row["commit"] for row in rows))
 
 
 def tables(rows: list[Row]) -> list[str]:
@@ -63,29 +66,34 @@ def tables(rows: list[Row]) -> list[str]:
         memory = training[0]["shape"]
         peaks = {r["what"]: f"{float(r['peak_mib']):.0f}" for r in training if r["shape"] == memory and r["peak_mib"]}
         parts += [
-            f"Forward + backward, ratio to {_baseline(training)} (milliseconds); MiB beyond the inputs at {memory}:",
+            f"Forward + backward, ratio to {_baseline(training)} (milliseconds); MiB beyond the inputs at {memory}; "
+            f"{_commits(training)}:",
             _table(training, _ratio_and_ms, {f"{memory} MiB": peaks}),
         ]
     if decoding := _of("decode", rows):
         parts += [
-            f"Decoding, ratio to {_baseline(decoding)} (bytes of K and V per second over those of a copy):",
+            f"Decoding, ratio to {_baseline(decoding)} (bytes of K and V per second over those of a copy); "
+            f"{_commits(decoding)}:",
             _table(decoding, _ratio_and_fraction),
         ]
     if generation := _of("generation", rows):
         parts += [
-            f"`generate` with a static cache, cached tokens x batch, ratio to {_baseline(generation)} (ms a token):",
+            f"`generate` with a static cache, cached tokens x batch, ratio to {_baseline(generation)} (ms a token); "
+            f"{_commits(generation)}:",
             _table(generation, _ratio_and_ms),
         ]
     if epilogue := _of("epilogue", rows):
         parts += [
             "The epilogue alone, microseconds (bytes that must move per second over those of a copy). Forward and "
-            "backward are those around a stock attention. On Hopper a causal forward has none, its backward another:",
+            "backward are those around a stock attention. On Hopper a causal forward has none, its backward another; "
+            f"{_commits(epilogue)}:",
             _table(epilogue, _us_and_fraction),
         ]
     if statistics := _of("statistics", rows):
         own = ", ".join(f"{r['what']} {float(r['ratio']):.2f}" for r in statistics if r["what"] != r["baseline"])
         parts.append(
-            f"`attention_stats` at {statistics[0]['shape']}, ratio to one {_baseline(statistics)} forward: {own}."
+            f"`attention_stats` at {statistics[0]['shape']}, ratio to one {_baseline(statistics)} forward: {own}; "
+            f"{_commits(statistics)}."
         )
     return parts
 
