@@ -68,7 +68,8 @@ def test_a_shell_completes_names_without_waiting_for_torch():
 
 def test_what_is_completed_is_what_there_is():
     from affine_attn.distill.recipes import RECIPES
-    from affine_attn.evaluate.results import DTYPES, TABLE_1
+    from affine_attn.evaluate.results import TABLE_1
+    from affine_attn.models.load import DTYPES
 
     assert tuple(VARIANTS) == options.VARIANTS
     assert tuple(RECIPES) == options.RECIPES
