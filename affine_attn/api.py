@@ -3,13 +3,26 @@
 import torch
 from torch import Tensor
 
+from affine_attn.core import reference
 from affine_attn.core.blocks import score_statistics
-from affine_attn.core.call import checked_call
+from affine_attn.core.call import Call, checked_call
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 from affine_attn.core.stats import AttentionStats, attention_statistics
-from affine_attn.engines import flash as flash_engine
-from affine_attn.engines.plan import ENGINES, choose, explanation
+from affine_attn.engines import blocked, decode, flash, flex, needs, sdpa
+from affine_attn.engines.needs import MACHINES, Facts, facts_of, is_traced
+from affine_attn.engines.operator import Run
+from affine_attn.engines.plan import ENGINES, choose, engine, explanation
+
+# What runs each engine of plan.ENGINES.
+_RUN: dict[str, Run] = {
+    "decode": decode.run,
+    "sdpa": sdpa.run,
+    "triton": flash.run,
+    "flex": flex.run,
+    "blocked": blocked.run,
+    "reference": lambda call, _: reference.run(call),
+}
 
 
 def attention(
@@ -38,7 +51,8 @@ def attention(
     impl: "auto", or an engine by name, which raises with its reason where it cannot run the call.
     """
     call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)
-    return ENGINES[choose(call, impl)].run(call)
+    facts = facts_of(call)
+    return _RUN[_engine(call, facts, impl)](call, facts)
 
 
 def explain(
@@ -53,9 +67,29 @@ def explain(
     beta: Tensor | None = None,
     gate: Tensor | None = None,
     impl: str = "auto",
+    on: str | None = None,
 ) -> str:
-    """Which engine :func:`attention` would take for these arguments, and why each other one would not run."""
-    return explanation(checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate), impl)
+    """Return the plan of :func:`attention` for these arguments: its engine and kernels, and why the others do not run.
+
+    on: the machine, where it is not that of the tensors: "cpu", or "sm80", "sm90" or "sm100" for NVIDIA's GPUs.
+    """
+    call = checked_call(q, k, v, mask, scale, logit, sink, alpha, beta, gate)
+    if on is not None and on not in MACHINES:
+        raise ValueError(f"on must be None or one of {list(MACHINES)}, got {on!r}")
+    facts = facts_of(call, None if on is None else MACHINES[on])
+    return explanation(call, _engine(call, facts, impl), facts, was_asked_for=impl != "auto")
+
+
+def _engine(call: Call, facts: Facts, impl: str) -> str:
+    """Return the engine's name, or raise an error that says why it cannot be ``impl``."""
+    if impl == "auto":
+        return choose(facts) if is_traced(call) else engine(facts)
+    if impl not in list(ENGINES):
+        raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
+    if (reason := ENGINES[impl].why_not(facts)) is not None:
+        sizes = f"q is {list(call.q.shape)}, k {list(call.k.shape)}"
+        raise ValueError(f"impl={impl!r} cannot run this call: {reason} ({sizes})")
+    return impl
 
 
 @torch.no_grad()
@@ -75,5 +109,6 @@ def attention_stats(
     """
     call = checked_call(q, k, k, mask, scale, logit, sink, alpha, beta)
     first_key = mask.first(call.tq, call.tk, q.device)
-    measure = score_statistics if flash_engine.why_not_statistics(call) else flash_engine.score_statistics
+    has_kernel = needs.score_statistics(facts_of(call)) is None
+    measure = flash.score_statistics if has_kernel else score_statistics
     return attention_statistics(call, measure(call, first_key))

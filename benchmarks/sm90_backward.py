@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.engines import aten
+from affine_attn.engines.plan import why_not
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.sm90 import backward as sm90_backward
-from affine_attn.kernels.sm90 import forward as sm90_forward
 from benchmarks.sm90_forward import command, plain, with_epilogue
 
 
 def plain_backward(call: Call, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return aten.backward(do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
+    return aten.backward("cudnn", do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
 
 
 def in_stages(call: Call, dy: Tensor, output: Output) -> Gradients:
@@ -67,7 +67,7 @@ def at_a_time(kv_heads: int, call: Call, dy: Tensor, output: Output) -> Callable
 
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     output, (o, lse), dy = with_epilogue(call), plain(call), torch.randn_like(call.q)
-    if (reason := sm90_forward.why_no_kernel(call) or wrong(call, dy, output)) is not None:
+    if (reason := why_not("sm90 forward", call) or wrong(call, dy, output)) is not None:
         raise ValueError(reason)
     return {
         "cuDNN, plain": functools.partial(plain_backward, call, dy, o, lse),

@@ -21,6 +21,7 @@ from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import Call, Output, checked_call
 from affine_attn.engines import aten
+from affine_attn.engines.plan import why_not
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.sm90 import forward as sm90_forward
 
@@ -31,7 +32,7 @@ BATCHES = {256: 128, 512: 64, 1024: 32, 2048: 16, 8192: 4, 32768: 1, 4096: 1}
 
 
 def plain(call: Call) -> tuple[Tensor, Tensor]:
-    o, z = aten.forward(call.q, call.k, call.v, call.scale, causal=True, window=None)
+    o, z = aten.forward("cudnn", call.q, call.k, call.v, call.scale, causal=True, window=None)
     return o, z.contiguous()
 
 
@@ -54,7 +55,7 @@ def wrong(call: Call) -> str | None:
 
 def functions(call: Call) -> dict[str, Callable[[], object]]:
     """What is timed, the first as the one that ratios refer to; an error that says why not."""
-    if (reason := sm90_forward.why_not(call) or wrong(call)) is not None:
+    if (reason := why_not("sm90 forward", call) or wrong(call)) is not None:
         raise ValueError(reason)
     return {
         "cuDNN, plain": functools.partial(plain, call),

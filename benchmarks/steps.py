@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, Gradients, Output, checked_call
+from affine_attn.engines import needs
+from affine_attn.engines.needs import facts_of
 from affine_attn.engines.plan import choose
-from affine_attn.kernels import availability
 from affine_attn.kernels.epilogue import eager, launch
 from affine_attn.kernels.sm90 import backward, forward
 from benchmarks.cases import Case
@@ -68,7 +69,7 @@ def engine_of(case: Case, shape: Shape, mode: str, device: torch.device) -> str:
     inputs = inputs_of(case, small, device)
     if mode == "forward+backward":
         inputs["q"].requires_grad_()
-    return choose(checked_call(**inputs), "auto")
+    return choose(facts_of(checked_call(**inputs)))
 
 
 def method_of(case: Case) -> Method:
@@ -147,7 +148,7 @@ def _epilogue(case: Case, shape: Shape, device: torch.device) -> Step:
     if case.method == "rows":
         rows = backward.Preprocess(call, torch.randn_like(call.q), forward.forward(call))
         return Step(rows.launch, _gradient_bytes(call))
-    epilogue = eager if availability.why_no_fused_epilogue(call) else launch
+    epilogue: Any = eager if needs.epilogue(facts_of(call)) else launch
     o, z = torch.randn_like(call.q), torch.randn(call.q.shape[:3], device=device)
     # Kernels alone: with nothing to run beside, a second stream would only wait.
     in_line = mock.patch.object(launch, "_LONG", sys.maxsize)

@@ -14,6 +14,7 @@ from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
 from affine_attn.core.variants import VARIANTS
+from affine_attn.engines.needs import facts_of
 from affine_attn.engines.plan import ENGINES, choose
 
 
@@ -56,9 +57,9 @@ def _leaves(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine_and_reasons(inputs: dict[str, Any]) -> tuple[str, list[str]]:
-    call = checked_call(**_leaves(inputs))
-    reasons = {name: engine.why_not(call) for name, engine in ENGINES.items()}
-    return choose(call, "auto"), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    facts = facts_of(checked_call(**_leaves(inputs)))
+    reasons = {name: engine.why_not(facts) for name, engine in ENGINES.items()}
+    return choose(facts), [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
 
 
 def _time_over_plain(inputs: dict[str, Any], device: torch.device) -> float:

@@ -3,22 +3,29 @@
 All checks of user input stand here, one sentence each: the argument, what was given, what is allowed.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit, decode_logit, encode_logit, is_number, is_sink, logit_names
+from affine_attn.core.spec import Logit, is_number, is_sink, logit_names
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_OF_A_BLOCK = 2**20
 
 
-@dataclass(frozen=True, eq=False)
+class Options(NamedTuple):
+    """What of a call is neither a tensor nor its mask."""
+
+    scale: float
+    logit: Logit | None
+    sink: float | None  # a constant one
+
+
+@dataclass(eq=False, slots=True)
 class Call:
     """The arguments of ``attention``, checked, with scale > 0 and rows that are dense in memory."""
 
@@ -47,8 +54,7 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        tensors = (self.q, self.k, self.v, self.sink, self.alpha, self.beta, self.gate)
-        return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors)
 
     def count(self) -> Tensor:
         return self.mask.count(self.tq, self.tk, self.q.device)
@@ -63,36 +69,21 @@ class Call:
     def visible(self, rows: slice, keys: slice) -> Tensor:
         return self.mask.visible(self.tq, self.tk, self.q.device, rows, keys)
 
-    def flat(self) -> "Flat":
-        m, logit = self.mask, encode_logit(self.logit)
-        sink, constant = (self.sink, None) if isinstance(self.sink, Tensor) else (None, self.sink)
-        tensors = (self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate, m.documents, m.padding, m.lengths)
-        return Flat(*tensors, m.causal, m.window, self.scale, logit, constant)
+    @property
+    def options(self) -> Options:
+        return Options(self.scale, self.logit, None if isinstance(self.sink, Tensor) else self.sink)
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that may have gradients, in the order of :data:`Gradients`."""
+        sink = self.sink if isinstance(self.sink, Tensor) else None
+        return self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate
 
-class Flat(NamedTuple):
-    """A call as the flat arguments of a custom operator. The first seven have gradients."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink: Tensor | None
-    alpha: Tensor | None
-    beta: Tensor | None
-    gate: Tensor | None
-    documents: Tensor | None
-    padding: Tensor | None
-    lengths: Tensor | None
-    causal: bool
-    window: int | None
-    scale: float
-    logit: str
-    constant_sink: float | None
-
-    def call(self) -> Call:
-        mask = Mask(self.causal, self.window, self.documents, self.padding, self.lengths)
-        sink = self.sink if self.constant_sink is None else self.constant_sink
-        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), sink, *self[4:7])
+    @classmethod
+    def of(cls, options: Options, mask: Mask, *tensors: Any) -> "Call":
+        """Return the call with these tensors, in the order of :attr:`tensors`."""
+        q, k, v, sink, *rows = tensors
+        return cls(q, k, v, mask, options.scale, options.logit, options.sink if sink is None else sink, *rows)
 
 
 def refuse_context_parallel() -> None:
@@ -123,8 +114,6 @@ class Output(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, ...]
-Forward = Callable[[Call], Output]
-Backward = Callable[[Call, Tensor, Output], Gradients]
 
 
 def checked_call(

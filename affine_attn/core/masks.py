@@ -55,9 +55,9 @@ class Mask:
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
 
     @property
-    def restrictions(self) -> list[str]:
-        """What hides keys besides causality, by name."""
-        return [*self.tensors, *([] if self.window is None else ["window"])]
+    def restrictions(self) -> tuple[str, ...]:
+        """What hides keys besides causality, by name: tensors first."""
+        return (*self.tensors, *(() if self.window is None else ("window",)))
 
     def check(self, batch: int, keys: int, device: torch.device) -> None:
         """Raise if a tensor of the mask does not fit q [batch, ...] and k [..., keys, ...]."""

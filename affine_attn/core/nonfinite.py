@@ -9,32 +9,35 @@ wrapped only if it is slow anyway (``devices``).
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from affine_attn.core.blocks import sums_in_blocks
-from affine_attn.core.call import Backward, Call, Forward, Gradients, Output
+from affine_attn.core.call import Call, Gradients, Output
 
 
-def guarded(forward: Forward, devices: tuple[str, ...]) -> Forward:
-    def run(call: Call) -> Output:
+def guarded(forward: Callable[..., Output], devices: tuple[str, ...]) -> Callable[..., Output]:
+    def run(call: Call, *plan) -> Output:
         if call.q.device.type not in devices or _finite(call):
-            return forward(call)
+            return forward(call, *plan)
         clean, poisoned = _clean(call)
-        output = forward(clean)
+        output = forward(clean, *plan)
         return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
 
     return run
 
 
-def guarded_backward(forward: Forward, backward: Backward, devices: tuple[str, ...]) -> Backward:
-    def run(call: Call, dy: Tensor, output: Output) -> Gradients:
+def guarded_backward(
+    forward: Callable[..., Output], backward: Callable[..., Gradients], devices: tuple[str, ...]
+) -> Callable[..., Gradients]:
+    def run(call: Call, plan: Any, dy: Tensor, output: Output) -> Gradients:
         if call.q.device.type not in devices or _finite(call):
-            return backward(call, dy, output)
+            return backward(call, plan, dy, output)
         clean, poisoned = _clean(call)
         # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
-        gradients = backward(clean, dy, forward(clean))
+        gradients = backward(clean, plan, dy, forward(clean, plan))
         if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
             return gradients
         # The loss reads a NaN.

@@ -15,12 +15,6 @@ from affine_attn.core.call import Call
 from affine_attn.core.nonfinite import isolate, poison
 from affine_attn.core.stages import grouped_matmul, probabilities, scores, sink_rows, weights
 
-DESCRIPTION = "dense torch: the definition of correctness"
-
-
-def why_not(call: Call) -> str | None:
-    return None
-
 
 def run(call: Call, matmul: torch.dtype | None = None) -> Tensor:
     """Return y [B, H, Tq, D]; ``matmul`` lowers the precision of the two matmuls (for the tolerance rule)."""

@@ -293,32 +293,8 @@ class AttentionSpec:
         )
 
 
-def encode_logit(logit: Logit | None) -> str:
-    """One string for a logit: custom operators take strings, not objects."""
-    if logit is None:
-        return ""
-    # __match_args__ are the fields of a dataclass, in a form that a compiler can trace.
-    values = [getattr(logit, name) for name in logit.__match_args__]
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise UserError(f"the parameters of a logit must be int or float, got {logit!r}")
-    if torch.compiler.is_compiling():
-        # A number that was another before, in another layer say, is a variable to the compiler; a name needs its value.
-        from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-        values = [guard_scalar(value) for value in values]
-    return " ".join([logit.kind, *(str(value) for value in values)])
-
-
-def decode_logit(text: str) -> Logit | None:
-    if not text:
-        return None
-    name, *values = text.split(" ")
-    kind: Any = _LOGITS[name]
-    return kind(*(float(value) if _is_float(value) else int(value) for value in values))
-
-
-def _is_float(text: str) -> bool:
-    return not text.lstrip("-").isdecimal()
+def logit_of_kind(kind: str) -> "type[Logit]":
+    return _LOGITS[kind]
 
 
 def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:

@@ -8,13 +8,14 @@ A call with more elements than the operators can count is cut before that into s
 sequence, which have only keys and values in common.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from affine_attn.core.stages import row_dtype
-from affine_attn.kernels.device import capability, cdiv, must_be_deterministic
+from affine_attn.kernels.device import cdiv
 
 aten = torch.ops.aten
 
@@ -25,59 +26,43 @@ MOST_ELEMENTS = 2**31 - 1
 MOST_SEQUENCES = 65535
 
 
-def why_not(q: Tensor, k: Tensor, causal: bool, window: int | None) -> str | None:
-    """Why no stock kernel runs this, or None."""
-    if 0 in (q.shape[0], q.shape[2], k.shape[2]):
-        return "a stock kernel needs at least one query and one key"
-    if causal and q.shape[2] > k.shape[2]:
-        return "a stock kernel cannot have causal queries without any key (more queries than keys)"
-    if q.device.type == "cpu":
-        return None if window is None else "the CPU operator has no sliding window"
-    if q.device.type != "cuda":
-        return f"there is no stock kernel with log-sum-exp on {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"the CUDA operators take bfloat16 or float16, not {q.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return f"the CUDA operators need a head_dim divisible by 8 and at most 256, not {q.shape[-1]}"
-    return None
-
-
-def kernel(q: Tensor) -> str:
-    """The operator that runs calls without a window (windows are the flash operator's)."""
-    if q.device.type == "cpu":
-        return "flash_for_cpu"
-    # cuDNN's backward adds up in no fixed order; flash's does so only if it may.
-    if q.shape[-1] <= 128 and q.shape[2] > 1 and capability(q.device) >= (9, 0) and not must_be_deterministic():
-        return "cudnn"
-    return "flash"
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return (o, z) of plain attention."""
+def forward(
+    kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return (o, z) of plain attention by a kernel of ``plan.KERNELS``; windows are those of "flash2" alone."""
     shares = _shares(q, k)
     if len(shares) == 1:
-        return _forward(q, k, v, scale, causal, window)
+        return _forward(kernel, q, k, v, scale, causal, window)
     o, z = torch.empty_like(q), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
     for share in shares:
-        part = _forward(q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
+        part = _forward(kernel, q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
         o[share.of_q], z[share.of_q] = part
     return o, z
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
+    kernel: str | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of plain attention; exact also if o and z have a sink in them and do has factors per row."""
     shares = _shares(q, k)
     if len(shares) == 1:
-        return _backward(do, q, k, v, o, z, scale, causal, window)
+        return _backward(kernel, do, q, k, v, o, z, scale, causal, window)
     dq = torch.empty_like(q)
     # Where the query heads of a kv head are in several shares, its gradients are sums over them.
     is_shared = shares[0].of_kv == shares[1].of_kv
     dk, dv = (torch.zeros_like(x, dtype=z.dtype if is_shared else x.dtype) for x in (k, v))
     for share in shares:
         inputs = do[share.of_q], q[share.of_q], k[share.of_kv], v[share.of_kv], o[share.of_q]
-        part = _backward(*inputs, z[share.of_q].contiguous(), scale, causal, window)
+        part = _backward(kernel, *inputs, z[share.of_q].contiguous(), scale, causal, window)
         dq[share.of_q] = part[0]
         dk[share.of_kv] += part[1]
         dv[share.of_kv] += part[2]
@@ -120,24 +105,33 @@ def _evenly(size: int, most: int) -> int:
     return cdiv(size, cdiv(size, most))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
     if window is not None:
         return _window_forward(q, k, v, scale, window)
-    name = kernel(q)
     pieces = _pieces(q.shape[2], k.shape[2], causal)
-    results = [_FORWARD[name](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
+    results = [_FORWARD[kernel](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
     return results[0] if len(results) == 1 else _merge(*results[0], *results[1])
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, scale: float, causal: bool, window: int | None
+    kernel: str | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if window is not None:
         return _window_backward(do, q, k, v, o, z, scale, window)
-    name = kernel(q)
     pieces = _pieces(q.shape[2], k.shape[2], causal)
     results = [
-        _BACKWARD[name](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
+        _BACKWARD[kernel](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
     ]
     if len(results) == 1:
         return results[0]
@@ -210,5 +204,13 @@ def _window_backward(do, q, k, v, o, z, scale: float, window: int) -> tuple[Tens
     return dq, dk, dv
 
 
-_FORWARD = {"flash_for_cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward}
-_BACKWARD = {"flash_for_cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward}
+_FORWARD: dict[str | None, Callable[..., tuple[Tensor, Tensor]]] = {
+    "flash_for_cpu": _cpu_forward,
+    "cudnn": _cudnn_forward,
+    "flash2": _flash_forward,
+}
+_BACKWARD: dict[str | None, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "flash_for_cpu": _cpu_backward,
+    "cudnn": _cudnn_backward,
+    "flash2": _flash_backward,
+}

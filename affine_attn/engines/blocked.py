@@ -20,16 +20,12 @@ from affine_attn.core.stages import (
     sink_rows,
     weights,
 )
+from affine_attn.engines.needs import Facts
 from affine_attn.engines.operator import register
-
-DESCRIPTION = "query-blocked torch with recompute: any logit, any mask, linear memory"
-
-
-def why_not(call: Call) -> str | None:
-    return None
+from affine_attn.engines.plan import Plan
 
 
-def forward(call: Call) -> Output:
+def forward(call: Call, plan: Plan) -> Output:
     y = torch.empty_like(call.q)
     k, v = call.k.to(row_dtype(call.k)), call.v.to(row_dtype(call.v))
     for rows, keys in call.blocks():
@@ -40,7 +36,7 @@ def forward(call: Call) -> Output:
     return Output.alone(y)
 
 
-def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
+def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
     dtype = row_dtype(call.q)
     k, v = call.k.to(dtype), call.v.to(dtype)
     dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
@@ -95,7 +91,7 @@ def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, group).flatten(2, 3).mT @ m.unflatten(1, group).flatten(2, 3)
 
 
-def fake(call: Call) -> Output:
+def fake(call: Call, facts: Facts) -> Output:
     return Output.alone(torch.empty_like(call.q))
 
 

@@ -21,10 +21,8 @@ from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import Call
 from affine_attn.core.masks import Mask
 from affine_attn.core.stages import own_precision, row_dtype
-from affine_attn.engines.operator import is_traced
+from affine_attn.engines.needs import Facts, is_traced
 from affine_attn.kernels.epilogue.eager import combine, rescale_by_sink
-
-DESCRIPTION = "FlexAttention with a row-wise epilogue: any logit, any mask"
 
 # Below 128 queries FlexAttention would take another kernel, which has no tile for more than 128 queries of a group.
 _KERNEL_OPTIONS = FlexKernelOptions(FORCE_USE_FLEX_ATTENTION=True)
@@ -33,21 +31,7 @@ _KERNEL_OPTIONS = FlexKernelOptions(FORCE_USE_FLEX_ATTENTION=True)
 _block_masks: WeakKeyDictionary[Mask, dict[tuple, tuple[tuple[int, ...], BlockMask]]] = WeakKeyDictionary()
 
 
-def why_not(call: Call) -> str | None:
-    if call.q.device.type not in ("cpu", "cuda"):
-        return f"FlexAttention does not run on {call.q.device.type}"
-    if 0 in (call.q.shape[0], call.tq, call.tk):
-        return "FlexAttention needs at least one query and one key"
-    if call.q.device.type == "cpu":
-        return "FlexAttention has no backward on the CPU" if call.needs_grad else None
-    if call.q.dtype == torch.float64:
-        return "FlexAttention has no float64 on CUDA"
-    if not 16 <= call.q.shape[-1] <= 256:
-        return f"FlexAttention is used for head dims from 16 to 256 on CUDA, not {call.q.shape[-1]}"
-    return None
-
-
-def run(call: Call) -> Tensor:
+def run(call: Call, facts: Facts) -> Tensor:
     q = call.q
     with own_precision(q):
         o, aux = _flex()(

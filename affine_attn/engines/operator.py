@@ -1,27 +1,98 @@
-"""Turns an engine's plain forward and backward into a torch.library operator pair.
+"""Turns an engine's plain forward and backward into a differentiable function of a call.
 
-Being opaque operators with fake implementations, engines may loop and branch on data and still compile with
-``fullgraph=True``, recompute under activation checkpointing and shard. An engine brings two functions:
+Eager calls run the two as they are. Under a compiler, with fake tensors and in an export they are a torch.library
+operator pair: being opaque, with fake implementations, engines may loop and branch on data and still compile with
+``fullgraph=True``, recompute under activation checkpointing and shard. An engine brings
 
-    forward(call)  -> Output     the result, and what the backward wants back
-    backward(call, dy, Output) -> (dq, dk, dv, dsink, dalpha, dbeta, dgate), None where the input is None
+    forward(call, plan)  -> Output     the result, and what the backward wants back
+    backward(call, plan, dy, Output) -> (dq, dk, dv, dsink, dalpha, dbeta, dgate), None where the input is None
+    fake(call, facts) -> Output        shapes and strides, known from facts alone
 """
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from affine_attn.core.call import Backward, Call, Flat, Forward, Output
+from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.masks import Mask
+from affine_attn.core.spec import Logit, logit_of_kind
+from affine_attn.engines.needs import Facts, facts_of, is_traced, sizes_of
+from affine_attn.engines.plan import Plan, facts_now, kernels
+from affine_attn.errors import UserError
+
+Forward = Callable[[Call, Plan], Output]
+Backward = Callable[[Call, Plan, Tensor, Output], Gradients]
+Fake = Callable[[Call, Facts], Output]
+Run = Callable[[Call, Facts], Tensor]
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
     "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, "
     "str logit, float? constant_sink"
 )
+
+
+class Flat(NamedTuple):
+    """A call as the arguments of an operator. The first seven have gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    alpha: Tensor | None
+    beta: Tensor | None
+    gate: Tensor | None
+    documents: Tensor | None
+    padding: Tensor | None
+    lengths: Tensor | None
+    causal: bool
+    window: int | None
+    scale: float
+    logit: str
+    constant_sink: float | None
+
+    @classmethod
+    def of(cls, call: Call) -> "Flat":
+        m, options = call.mask, call.options
+        numbers = m.causal, m.window, options.scale, encode_logit(options.logit), options.sink
+        return cls._make((*call.tensors, m.documents, m.padding, m.lengths, *numbers))
+
+    def call(self) -> Call:
+        mask = Mask(self.causal, self.window, self.documents, self.padding, self.lengths)
+        sink = self.sink if self.constant_sink is None else self.constant_sink
+        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), sink, *self[4:7])
+
+
+def encode_logit(logit: Logit | None) -> str:
+    """One string for a logit: custom operators take strings, not objects."""
+    if logit is None:
+        return ""
+    # __match_args__ are the fields of a dataclass, in a form that a compiler can trace.
+    values = [getattr(logit, name) for name in logit.__match_args__]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise UserError(f"the parameters of a logit must be int or float, got {logit!r}")
+    if torch.compiler.is_compiling():
+        # A number that was another before, in another layer say, is a variable to the compiler; a name needs its value.
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        values = [guard_scalar(value) for value in values]
+    return " ".join([logit.kind, *(str(value) for value in values)])
+
+
+def decode_logit(text: str) -> Logit | None:
+    if not text:
+        return None
+    name, *values = text.split(" ")
+    kind: Any = logit_of_kind(name)
+    return kind(*(float(value) if _is_float(value) else int(value) for value in values))
+
+
+def _is_float(text: str) -> bool:
+    return not text.lstrip("-").isdecimal()
 
 
 def on_its_device(function):
@@ -31,18 +102,30 @@ def on_its_device(function):
     @functools.wraps(function)
     def run(call: Call, *rest):
         device = call.q.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if device.type != "cuda":
+            return function(call, *rest)
+        with torch.cuda.device(device):
             return function(call, *rest)
 
     return run
 
 
-def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[[Call], Tensor]:
-    """Define ``affine_attn::name`` and its backward; returns the differentiable function of a call."""
-    forward, backward = on_its_device(forward), on_its_device(backward)
+def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run:
+    """Define ``affine_attn::name`` and its backward; return the differentiable function of a call."""
+
+    @on_its_device
+    def planned(call: Call, facts: Facts) -> Output:
+        return forward(call, kernels(name, facts, sizes_of(call, facts)))
+
+    @on_its_device
+    def planned_backward(call: Call, facts: Facts, dy: Tensor, output: Output) -> Gradients:
+        # From the tensors that it is given: hooks may have laid them out otherwise.
+        return backward(call, kernels(name, facts, sizes_of(call, facts)), dy, output)
 
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
-        gradients = backward(Flat(*flat).call(), dy, Output(y, out, lse, sums))
+        call = Flat(*flat).call()
+        # Gradients are asked for, whatever the grad mode is inside of an operator.
+        gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, Output(y, out, lse, sums))
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
             dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
@@ -52,7 +135,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
     def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:7]]
 
-    op = _operator(name, forward, fake)
+    op = _operator(name, planned, fake)
     op_backward = torch.library.custom_op(
         f"affine_attn::{name}_backward",
         run_backward,
@@ -64,10 +147,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
 
     def setup_context(ctx, inputs, output):
         tensors, ctx.options = inputs[:10], inputs[10:]
-        y, out, lse, sums = output
-        # y is kept only where it doubles as the attention output that the backward needs.
-        y = y if lse.numel() and not out.numel() else lse.new_empty(0)
-        ctx.save_for_backward(y, out, lse, sums, *tensors)
+        ctx.save_for_backward(*_saved(Output(*output)), *tensors)
         ctx.set_materialize_grads(False)
 
     def autograd_backward(ctx, dy, *_):
@@ -84,55 +164,76 @@ def register(name: str, forward: Forward, backward: Backward, fake: Forward) -> 
         """The same functions without the operator's dispatch, which costs more than a small kernel runs."""
 
         @staticmethod
-        def forward(ctx, *flat):
-            output = forward(Flat(*flat).call())
-            setup_context(ctx, flat, output)
+        def forward(ctx, call: Call, facts: Facts, *tensors):
+            output = planned(call, facts)
+            # Of the call the options and the mask alone: what else it holds is saved, where hooks can see it.
+            ctx.facts, ctx.options, ctx.mask = facts, call.options, call.mask
+            ctx.save_for_backward(*_saved(output), *tensors, *call.mask.tensors.values())
+            ctx.set_materialize_grads(False)
             return output.y
 
         # torch declares *grad_outputs and documents naming them, as here.
         @staticmethod
         def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-            if torch.is_grad_enabled():
-                # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
-                return autograd_backward(ctx, dy)
             y, out, lse, sums, *tensors = ctx.saved_tensors
             if dy is None:
-                return (None,) * (len(tensors) + len(ctx.options))
+                return (None,) * 9
             if is_legacy_batchedtensor(dy):
                 raise RuntimeError(
                     "attention takes no batched gradients (is_grads_batched, vectorize) on its fast engines; "
                     "attention(..., impl='reference') does"
                 )
-            gradients = backward(Flat(*tensors, *ctx.options).call(), dy, Output(y, out, lse, sums))
-            return (*gradients, *(None,) * (len(tensors) - 7 + len(ctx.options)))
+            call = Call.of(ctx.options, ctx.mask, *tensors[:7])
+            if torch.is_grad_enabled():
+                # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
+                found = op_backward(dy, y, out, lse, sums, *Flat.of(call))
+                gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
+            else:
+                gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
+            return (None, None, *gradients)
 
-    return lambda call: op(*call.flat())[0] if is_traced(call) else Eager.apply(*call.flat())
+    def run(call: Call, facts: Facts) -> Tensor:
+        if is_traced(call):
+            return op(*Flat.of(call))[0]
+        return Eager.apply(call, facts, *call.tensors) if facts.has_grad else planned(call, facts).y
+
+    return run
+
+
+def _saved(output: Output) -> Output:
+    """What is kept of an output: y only where it doubles as the attention output that the backward needs."""
+    _, out, lse, _ = output
+    return output if lse.numel() and not out.numel() else output._replace(y=lse.new_empty(0))
 
 
 def _no_second_derivative(ctx, *_):
     raise RuntimeError("attention has no second derivative on its fast engines; attention(..., impl='reference') has")
 
 
-def register_inference(name: str, forward: Forward, fake: Forward) -> Callable[[Call], Tensor]:
+def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
     """The same for an engine without a backward."""
-    forward = on_its_device(forward)
-    op = _operator(name, forward, fake)
-    return lambda call: op(*call.flat())[0] if is_traced(call) else forward(call).y
+
+    @on_its_device
+    def planned(call: Call, facts: Facts) -> Output:
+        return forward(call, kernels(name, facts, sizes_of(call, facts)))
+
+    op = _operator(name, planned, fake)
+    return lambda call, facts: op(*Flat.of(call))[0] if is_traced(call) else planned(call, facts).y
 
 
-def _operator(name: str, forward: Forward, fake: Forward):
+def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     def run(*flat) -> tuple[Tensor, ...]:
-        return tuple(forward(Flat(*flat).call()))
+        call = Flat(*flat).call()
+        return tuple(planned(call, facts_of(call)))
+
+    def run_fake(*flat) -> tuple[Tensor, ...]:
+        call = Flat(*flat).call()
+        return tuple(fake(call, facts_of(call)))
 
     schema = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(f"affine_attn::{name}", run, mutates_args=(), schema=schema)
-    op.register_fake(lambda *flat: tuple(fake(Flat(*flat).call())))
+    op.register_fake(run_fake)
     return op
-
-
-def is_traced(call: Call) -> bool:
-    """Return True under torch.compile or with fake tensors."""
-    return torch.compiler.is_compiling() or type(call.q) not in (Tensor, torch.nn.Parameter)
 
 
 def _laid_out_like(x: Tensor, gradient: Tensor) -> Tensor:

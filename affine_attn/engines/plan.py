@@ -1,82 +1,177 @@
-"""Who runs a call: the first engine without a reason to refuse; compose.py chooses the kernels inside of an engine."""
+"""Who runs a call, decided once from facts: which engine, before the operator; which kernels, inside of it."""
 
-from types import ModuleType
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
-from torch.autograd import forward_ad
-
-from affine_attn.core import reference
 from affine_attn.core.call import Call
-from affine_attn.engines import blocked, decode, flash, flex, sdpa
-from affine_attn.kernels import availability
-from affine_attn.kernels.sm90 import backward, forward
+from affine_attn.engines import needs
+from affine_attn.engines.needs import MACHINES, Facts, Sizes, facts_of, sizes_of
 
-# An engine is a module with why_not(call) -> reason | None, run(call) -> y and a DESCRIPTION. Order is preference.
-ENGINES: dict[str, ModuleType] = {
-    "decode": decode,
-    "sdpa": sdpa,
-    "triton": flash,
-    "flex": flex,
-    "blocked": blocked,
-    "reference": reference,
+Need = Callable[[Facts], str | None]
+
+
+class Engine(NamedTuple):
+    why_not: Need
+    description: str
+    only_by_name: Need = needs.nothing
+
+
+# Order is preference.
+ENGINES: dict[str, Engine] = {
+    "decode": Engine(needs.decode, "one pass over the cache, split over keys; inference only"),
+    "sdpa": Engine(needs.sdpa, "PyTorch's fused attention with a row-wise epilogue"),
+    "triton": Engine(
+        needs.flash, "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
+    ),
+    "flex": Engine(needs.flex, "FlexAttention with a row-wise epilogue: any logit, any mask", needs.flex_unasked),
+    "blocked": Engine(needs.transforms, "query-blocked torch with recompute: any logit, any mask, linear memory"),
+    "reference": Engine(needs.nothing, "dense torch: the definition of correctness"),
 }
 
 
-def explanation(call: Call, impl: str = "auto") -> str:
-    """Return a line for each engine: that it runs the call, or why it does not."""
-    chosen = choose(call, impl)
-    lines = []
-    for name, engine in ENGINES.items():
-        reason = why_not(name, call)
-        if name == chosen:
-            lines.append(f"{name}: runs this call ({engine.DESCRIPTION}{_epilogue_note(name, call)})")
-        elif reason is not None:
-            lines.append(f"{name}: cannot, {reason}")
-        elif (reason := only_by_name(name, call)) is not None:
-            lines.append(f"{name}: only by name, {reason}")
+class Plan(NamedTuple):
+    """The kernels of a call."""
+
+    forward: str  # a key of KERNELS
+    backward: str | None  # a key of KERNELS; None: inference only
+    epilogue: str | None  # stages 2 to 4 and their gradients, where no kernel has them within: "kernels" or "torch"
+    sums: str | None  # of the visible values, which beta weighs: a key of SUMS
+
+
+KERNELS = {
+    "sm90": "the kernel for Hopper, all stages in one",
+    "cudnn": "PyTorch's cuDNN operator",
+    "flash2": "PyTorch's flash operator",
+    "flash_for_cpu": "PyTorch's flash operator for the CPU",
+    "flash": "flash kernels of this package",
+    "decode": "the decode kernel",
+    "flex": "FlexAttention",
+    "blocked": "torch, a block of queries at a time",
+    "recompute": "torch, a block of queries at a time, of which the weights are computed again",
+    "reference": "dense torch",
+    "autograd": "torch's own derivatives",
+}
+SUMS = {
+    "running": "a running sum along the tokens, as the mask is causal",
+    "whole": "one sum, as every query sees all keys",
+    "table": "a row per query, from kernels for what a mask lets be seen",
+    "blocks": "in torch, a block of queries at a time",
+    "streamed": "gathered while the values stream by",
+    "weights": "beta is added to each weight instead",
+}
+EPILOGUES = {"kernels": "fused kernels", "torch": "torch operations"}
+
+
+def choose(f: Facts) -> str:
+    """Return the first engine that runs the call; undecorated for compilers, which may trace no cache."""
+    return next(name for name, e in ENGINES.items() if e.only_by_name(f) is None and e.why_not(f) is None)
+
+
+engine = functools.lru_cache(4096)(choose)
+
+
+@functools.lru_cache(4096)
+def kernels(name: str, f: Facts, s: Sizes) -> Plan:
+    """Return the kernels with which the engine ``name`` runs the call."""
+    if name == "decode":
+        return Plan("decode", None, None, "streamed" if f.has_beta else None)
+    if name == "flex":
+        return Plan("flex", _if(f.has_grad, "autograd"), "torch", _if(f.has_beta, "blocks"))
+    if name in ("blocked", "reference"):
+        backward = {"blocked": "recompute", "reference": "autograd"}[name]
+        return Plan(name, _if(f.has_grad, backward), None, _if(f.has_beta, "weights"))
+    forward = backward = "flash" if name == "triton" else stock(f)
+    if name == "sdpa" and needs.sm90_forward(f, s) is None:
+        forward = "sm90"
+    if name == "sdpa" and needs.sm90_backward(f, s) is None:
+        backward = "sm90"
+    epilogue = "kernels" if needs.epilogue(f) is None else "torch"
+    sums = "table" if f.restrictions else "running" if f.causal else "whole"
+    return Plan(forward, _if(f.has_grad, backward), epilogue, _if(f.has_beta, sums))
+
+
+def facts_now(name: str, f: Facts) -> Facts:
+    """Return the facts of a forward as they are at its backward: what belongs to the process may have changed."""
+    process = needs.process()
+    if process == (f.flash, f.is_deterministic):
+        return f
+    f = f._replace(flash=process.flash, is_deterministic=process.is_deterministic)
+    if (reason := ENGINES[name].why_not(f)) is not None:
+        raise RuntimeError(f"the backward of engine {name!r} cannot run after its forward: {reason}")
+    return f
+
+
+def stock(f: Facts) -> str:
+    """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
+    if f.machine.device == "cpu":
+        return "flash_for_cpu"
+    return "flash2" if "window" in f.restrictions or needs.cudnn(f) is not None else "cudnn"
+
+
+def _if(condition: bool, value: str) -> str | None:
+    return value if condition else None
+
+
+def why_not(name: str, call: Call, on: str | None = None) -> str | None:
+    """Why an engine, or the "sm90 forward" or "sm90 backward", cannot run the call, or None."""
+    f = facts_of(call, None if on is None else MACHINES[on])
+    if name in _SM90:
+        return _SM90[name](f, sizes_of(call, f))
+    return ENGINES[name].why_not(f)
+
+
+_SM90 = {"sm90 forward": needs.sm90_forward, "sm90 backward": needs.sm90_backward}
+
+
+def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
+    """Return the plan of a call that the engine ``name`` runs, and for all else why it does not."""
+    s = sizes_of(call, f)
+    plan = kernels(name, f, s)
+    preferred = f"could, but {name} {'was asked for' if was_asked_for else 'is preferred'}"
+    lines = {}
+    for other, entry in ENGINES.items():
+        if other == name:
+            lines[other] = f"runs this call ({entry.description})"
+        elif (reason := entry.why_not(f)) is not None:
+            lines[other] = f"cannot, {reason}"
+        elif (reason := entry.only_by_name(f)) is not None:
+            lines[other] = f"only by name, {reason}"
         else:
-            lines.append(f"{name}: could, but {chosen} {'was asked for' if impl != 'auto' else 'is preferred'}")
-    return "\n".join(lines)
+            lines[other] = preferred
+    lines["forward"] = f"{plan.forward}, {KERNELS[plan.forward]}"
+    lines["epilogue"] = _epilogue(plan, f)
+    lines["sums of values"] = "none, as there is no beta" if plan.sums is None else f"{plan.sums}, {SUMS[plan.sums]}"
+    lines["backward"] = (
+        "none, as nothing requires a gradient"
+        if plan.backward is None
+        else f"{plan.backward}, {KERNELS[plan.backward]}"
+    )
+    for kernel, need in _SM90.items():
+        is_taken = (plan.forward if kernel == "sm90 forward" else plan.backward) == "sm90"
+        if is_taken:
+            continue
+        reason = need(f, s)
+        lines[kernel] = f"cannot, {reason}" if reason is not None else _idle(kernel, name, f)
+    if f.flash is not None:
+        lines["flash operators"] = f"those of {f.flash} (activate_flash_attention_impl)"
+    return "\n".join(f"{what}: {text}" for what, text in lines.items())
 
 
-def _epilogue_note(name: str, call: Call) -> str:
-    """Return where the stages after the attention run, for the engines that have them apart."""
-    if name not in ("sdpa", "triton"):
-        return ""
-    if (reason := availability.why_no_fused_epilogue(call)) is not None:
-        return f"; torch operations after it, since {reason}"
-    has_sm90_forward = name == "sdpa" and forward.why_not(call) is None
-    has_sm90_backward = name == "sdpa" and backward.why_not(call) is None
-    note = "the sm90 forward with that epilogue" if has_sm90_forward else "fused kernels after it"
-    return f"; {note}{'; the sm90 backward' if has_sm90_backward else ''}"
+def _epilogue(plan: Plan, f: Facts) -> str:
+    if plan.forward == "sm90":
+        return f"in the forward itself; {EPILOGUES[plan.epilogue or 'kernels']} where the backward has it apart"
+    if plan.epilogue is None:
+        return "in the forward itself"
+    if not (f.has_sink or f.has_alpha or f.has_beta or f.has_gate):
+        return "none, as there is no stage after the attention"
+    reason = needs.epilogue(f)
+    return EPILOGUES[plan.epilogue] + (f", since {reason}" if reason is not None else "")
 
 
-def choose(call: Call, impl: str) -> str:
-    """The engine's name, or an error that says why it cannot be ``impl``."""
-    if impl == "auto":
-        return next(n for n in ENGINES if only_by_name(n, call) is None and why_not(n, call) is None)
-    if impl not in list(ENGINES):
-        raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
-    if (reason := why_not(impl, call)) is not None:
-        raise ValueError(f"impl={impl!r} cannot run this call: {reason}")
-    return impl
-
-
-def why_not(name: str, call: Call) -> str | None:
-    """Why an engine cannot run the call, or None."""
-    # Not while a compiler traces: it would put the question into every graph.
-    is_eager = not torch.compiler.is_compiling()
-    if (
-        is_eager
-        and name != "reference"
-        and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
-    ):
-        return "the transforms of torch.func and forward-mode derivatives know the operations of the reference alone"
-    return ENGINES[name].why_not(call)
-
-
-def only_by_name(name: str, call: Call) -> str | None:
-    """Why "auto" leaves an engine alone although it may be able to run the call, or None."""
-    if name == "flex" and call.q.device.type == "cpu":
-        return "since it builds the dense matrix on the CPU"
-    return None
+def _idle(kernel: str, name: str, f: Facts) -> str:
+    if name != "sdpa":
+        return f"could, but engine {name} runs this call"
+    assert kernel == "sm90 backward"
+    assert not f.has_grad
+    return "could, but nothing requires a gradient"

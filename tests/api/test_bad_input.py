@@ -278,7 +278,7 @@ def test_explain_names_the_engine_that_runs_and_why_the_others_do_not():
     assert lines["sdpa"] == "cannot, the CPU operator has no sliding window"
     assert lines["reference"] == "could, but blocked is preferred"
     assert lines["triton"] == lines["decode"] == "cannot, Triton kernels need a CUDA device"
-    assert lines.keys() == ENGINES.keys()
+    assert list(lines)[: len(ENGINES)] == list(ENGINES)
 
 
 def test_explain_follows_an_explicit_impl():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
 from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
+from affine_attn.engines.operator import Flat
 from affine_attn.kernels import launch
 from tests.support.cases import SPECS
 
@@ -155,7 +156,7 @@ def test_operators_keep_the_rules_of_torch_library(engine, stages):
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
     leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     call = checked_call(mask=mask, **leaves)
-    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, tuple(call.flat()))
+    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, tuple(Flat.of(call)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -169,7 +170,7 @@ def test_fake_outputs_have_the_real_strides(engine, transposed, dtype):
             inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
     leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    flat = tuple(checked_call(mask=CALLS[engine][1], **leaves).flat())
+    flat = tuple(Flat.of(checked_call(mask=CALLS[engine][1], **leaves)))
     torch.library.opcheck(
         getattr(torch.ops.affine_attn, engine).default, flat, test_utils=("test_faketensor", "test_aot_dispatch_static")
     )

@@ -6,9 +6,9 @@ import torch
 from affine_attn import LogN, Mask, ScaleInvariant, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
-from affine_attn.engines import decode
-from affine_attn.engines import flash as triton
-from affine_attn.kernels import availability, launch
+from affine_attn.engines import decode, needs
+from affine_attn.engines.plan import Plan, why_not
+from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.support.cases import CASES, MASKS, SINKS, SPECS
@@ -31,7 +31,7 @@ def test_the_kernels_in_the_interpreter():
 def test_the_kernels_are_really_used():
     assert launch.INTERPRETED
     q = torch.randn(1, 1, 4, 16)
-    assert availability.why_no_fused_epilogue(checked_call(q, q, q, sink=0.0)) is None
+    assert needs.epilogue(needs.facts_of(checked_call(q, q, q, sink=0.0))) is None
 
 
 @interpreted
@@ -71,7 +71,7 @@ def test_no_two_gradients_share_memory():
     rows = epilogue.RowGradients(call, torch.randn_like(call.q), output)
     with rows.incoming():
         pass
-    gradients = rows.finish(*call.flat()[:3])
+    gradients = rows.finish(call.q, call.k, call.v)
     given = [x for x in gradients if x is not None]
     assert len(given) == 5
     assert len({x.untyped_storage().data_ptr() for x in given}) == 5
@@ -199,7 +199,7 @@ DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case
 def test_the_triton_engine(case):
     inputs = random_inputs(case.spec, case.shape, largest_logit=case.largest_logit)
     mask = case.mask(case.shape, torch.device("cpu"))
-    reason = triton.why_not(checked_call(**inputs, mask=mask))
+    reason = why_not("triton", checked_call(**inputs, mask=mask))
     if reason is not None:
         pytest.skip(reason)
     assert not [d for d in deviations("triton", inputs, mask) if not d.within]
@@ -262,8 +262,8 @@ def test_decoding_over_a_cache(name, cache, queries, splits):
             inputs["k"][row, :, length:] = torch.nan  # what lies in unfilled slots changes nothing
             inputs["v"][row, :, length:] = torch.nan
     call = checked_call(**inputs, mask=mask)
-    assert decode.why_not(call) is None
-    y = decode.forward(call, splits).y
+    assert why_not("decode", call) is None
+    y = decode.forward(call, Plan("decode", None, None, None), splits).y
     torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)
 
 

@@ -8,6 +8,8 @@ import torch
 from affine_attn import Mask, attention, explain
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Call, Gradients, Output, checked_call
+from affine_attn.engines import needs
+from affine_attn.engines.plan import why_not
 from affine_attn.kernels.sm90 import backward as sm90_backward
 from affine_attn.kernels.sm90 import forward as sm90_forward
 from tests.conftest import interpreted, rerun_in_interpreter
@@ -33,7 +35,7 @@ MEASURED = sm90_backward.LENGTHS
 
 @pytest.fixture(autouse=True)
 def _any_length(monkeypatch):
-    monkeypatch.setattr(sm90_backward, "LENGTHS", range(1, 1 << 20))
+    monkeypatch.setattr(needs, "SM90_LENGTHS", range(1, 1 << 20))
 
 
 def test_the_kernel_on_the_cpu():
@@ -48,7 +50,7 @@ def test_gradients(name, shape, simulate):  # noqa: F811
     # Not in bfloat16, for which Triton's interpreter has no negative numbers.
     inputs = random_inputs(ALL_SPECS[name], shape, torch.float16)
     inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-    assert sm90_backward.why_not(checked_call(**inputs)) is None
+    assert why_not("sm90 backward", checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -56,8 +58,12 @@ def test_gradients(name, shape, simulate):  # noqa: F811
 def test_explain_names_it(simulate):  # noqa: F811
     simulate(seed=0)
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 40, 40, 64), torch.float16)
-    assert "with that epilogue; the sm90 backward)" in explain(**inputs, impl="sdpa")
-    assert "fused kernels after it)" in explain(**inputs, mask=Mask(causal=False), impl="sdpa")
+    inputs["q"].requires_grad_()
+    both_ways = Mask(causal=False)
+    assert "\nforward: sm90" in explain(**inputs, impl="sdpa")
+    assert "\nbackward: sm90" in explain(**inputs, impl="sdpa")
+    assert "\nepilogue: fused kernels\n" in explain(**inputs, mask=both_ways, impl="sdpa")
+    assert "\nsm90 forward: cannot, kernels for Hopper have a causal mask alone" in explain(**inputs, mask=both_ways)
 
 
 def with_negative_rows(shape: Shape) -> tuple[Call, Output]:
@@ -130,7 +136,7 @@ def test_beta_without_alpha(gate, simulate):  # noqa: F811
     simulate(seed=0)
     inputs = random_inputs(replace(SPECS["affine"], gate=gate), Shape(1, 2, 1, 100, 100, 128), torch.float16)
     inputs = {name: x - 0.5 if name == "gate" else x for name, x in inputs.items() if name != "alpha"}
-    assert sm90_backward.why_not(checked_call(**inputs)) is None
+    assert why_not("sm90 backward", checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -318,19 +324,17 @@ def test_sizes_are_those_of_the_kernel():
 
 def test_deterministic_algorithms_leave_it_alone(monkeypatch):
     call = checked_call(**random_inputs(SPECS["affine"], Shape(1, 2, 1, 64, 64, 64), torch.bfloat16))
-    monkeypatch.setattr(sm90_backward.forward, "why_no_kernel", lambda _: None)
-    assert sm90_backward.why_not(call) is None  # tests only warn
+    assert why_not("sm90 backward", call, on="sm90") is None  # tests only warn
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: False)
-    assert "in no fixed order" in str(sm90_backward.why_not(call))
+    assert "in no fixed order" in str(why_not("sm90 backward", call, on="sm90"))
 
 
 def test_other_lengths_are_left_to_the_stock_kernel(monkeypatch):
-    monkeypatch.setattr(sm90_backward.forward, "why_no_kernel", lambda _: None)
-    monkeypatch.setattr(sm90_backward, "LENGTHS", MEASURED)
+    monkeypatch.setattr(needs, "SM90_LENGTHS", MEASURED)
     taken = []
     for length in (1, 2047, 2048, 8192, 8193):
         q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device="meta")
-        taken += [length] if sm90_backward.why_not(checked_call(q, q, q)) is None else []
+        taken += [length] if why_not("sm90 backward", checked_call(q, q, q), on="sm90") is None else []
     assert taken == [2048, 8192]
 
 
@@ -362,7 +366,7 @@ def test_gradients_on_a_gpu(name, shape, dtype):
     for largest_logit in (None, 300.0):
         inputs = random_inputs(ALL_SPECS[name], shape, dtype, "cuda", largest_logit=largest_logit)
         inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-        assert sm90_backward.why_not(checked_call(**inputs)) is None
+        assert why_not("sm90 backward", checked_call(**inputs)) is None
         assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 

@@ -9,6 +9,7 @@ import torch
 from affine_attn import attention
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import Output, checked_call
+from affine_attn.engines.plan import why_not
 from affine_attn.kernels.sm90 import forward as sm90_forward
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.support.cases import SPECS
@@ -40,7 +41,7 @@ def test_values_and_gradients(name, shape, simulate):  # noqa: F811
     # Not in bfloat16, for which Triton's interpreter has no negative numbers: the backward's kernels run there.
     inputs = random_inputs(ALL_SPECS[name], shape, torch.float16)
     inputs |= {x: inputs[x] - 0.5 for x in ("alpha", "gate") if x in inputs}
-    assert sm90_forward.why_not(checked_call(**inputs)) is None
+    assert why_not("sm90 forward", checked_call(**inputs)) is None
     assert not [d for d in deviations("sdpa", inputs) if not d.within]
 
 
@@ -54,7 +55,7 @@ def test_views_and_sinks_of_tokens(simulate):  # noqa: F811
     sink = torch.randn(2, 2, 140, 8)[..., 3]
     sink[..., ::7], sink[..., 1::7], sink[..., 2::7] = float("inf"), float("-inf"), 200.0
     changed = inputs | {"q": q, "k": k, "v": v, "gate": gate, "sink": sink}
-    assert sm90_forward.why_not(checked_call(**changed)) is None
+    assert why_not("sm90 forward", checked_call(**changed)) is None
     output = sm90_forward.forward(checked_call(**changed))
     expected = attention(**{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in changed.items()})
     torch.testing.assert_close(output.y.double(), expected, atol=2e-3, rtol=2e-3)
@@ -172,7 +173,7 @@ def test_values_and_gradients_on_a_gpu(name, shape, dtype):
     }
     large = {"sink": inputs["sink"] + 200} if isinstance(inputs.get("sink"), torch.Tensor) else {}
     for changed in (inputs, inputs | in_models, inputs | large):
-        assert sm90_forward.why_not(checked_call(**changed)) is None
+        assert why_not("sm90 forward", checked_call(**changed)) is None
         assert not [d for d in deviations("sdpa", changed) if not d.within]
         assert torch.equal(attention(**changed, impl="sdpa"), attention(**changed, impl="sdpa"))
 
@@ -186,7 +187,7 @@ def test_views_on_a_gpu():
     q, k, v = (x.transpose(1, 2) for x in qkv.split(4, 2))
     sink = torch.randn(2, 4, 300, 8, device="cuda")[..., 3]
     changed = inputs | {"q": q, "k": k, "v": v, "sink": sink}
-    assert sm90_forward.why_not(checked_call(**changed)) is None
+    assert why_not("sm90 forward", checked_call(**changed)) is None
     assert not [d for d in deviations("sdpa", changed) if not d.within]
 
 

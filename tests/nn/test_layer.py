@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, variant
 from affine_attn.core import spec as spec_module
 from affine_attn.core.call import checked_call
-from affine_attn.core.spec import Logit, decode_logit, encode_logit
-from affine_attn.engines import decode
-from affine_attn.engines import flash as triton
+from affine_attn.core.spec import Logit
+from affine_attn.engines.operator import decode_logit, encode_logit
+from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
 from affine_attn.nn.rope import rotate
 from tests.support.cases import SPECS
@@ -257,9 +257,9 @@ def test_a_logit_the_kernels_do_not_know_is_never_taken_for_another(logits, monk
     monkeypatch.setattr(launch, "INTERPRETED", True)
     q = torch.randn(1, 1, 4, 16)
     known = checked_call(q, q, q)
-    for engine in (decode, triton):
-        assert engine.why_not(known) is None
-        assert "the Other logit" in engine.why_not(replace(known, logit=Other()))
+    for engine in ("decode", "triton"):
+        assert why_not(engine, known) is None
+        assert "the Other logit" in str(why_not(engine, replace(known, logit=Other())))
 
 
 def test_a_logit_is_a_class_of_its_own_with_a_name_of_its_own(logits):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from affine_attn.engines import needs
 from affine_attn.kernels import launch
 from affine_attn.kernels.sm90 import backward as sm90_backward
 from affine_attn.kernels.sm90 import forward as sm90_forward
@@ -18,7 +19,7 @@ on_hopper = pytest.mark.skipif(
 def simulate(monkeypatch):
     """Turns to the simulated kernels, in the order of a seed; ``forward``, ``backward`` and ``rows`` may change their
     source."""
-    monkeypatch.setattr(sm90_forward, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(needs, "capability", lambda _: (9, 0))
     return partial(_turn_to, monkeypatch)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.kernels.device import cdiv, must_be_deterministic, num_sms
+from affine_attn.kernels.device import cdiv, num_sms
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.epilogue.tiles import tiling_of
 from affine_attn.kernels.launch import (
@@ -24,7 +24,6 @@ from affine_attn.kernels.launch import (
     sink_strides,
     strides,
 )
-from affine_attn.kernels.sm90 import forward
 from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
 
 # By head_dim: pipeline stages for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq
@@ -45,19 +44,8 @@ TILE_ROWS, TILE_COLUMNS = 64, 64
 PREPROCESS_STAGES, CTAS_PER_SM, ROW_REGISTERS = (2, 3), (2, 1), 128
 
 
-def why_not(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or would be slower than the stock one; None where it runs."""
-    if must_be_deterministic():
-        return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
-    if (reason := forward.why_no_kernel(call) or forward.why_no_gate(call)) is not None:
-        return reason
-    if call.tq not in LENGTHS:
-        return f"the backward for Hopper is for {LENGTHS[0]} to {LENGTHS[-1]} tokens, where it is faster than cuDNN's"
-    return None
-
-
 def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
-    """Return all gradients; see :func:`why_not`."""
+    """Return all gradients of a call that engines/needs.py lets through."""
     dy = _copyable(epilogue.negatable(call, dy))
     rows = Preprocess(call, dy, output)
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Output
-from affine_attn.kernels import availability
-from affine_attn.kernels.device import capability, cdiv, num_sms
+from affine_attn.kernels.device import cdiv, num_sms
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.epilogue.tiles import tiling_of
 from affine_attn.kernels.launch import ELEMENTWISE, LOG2E, Launch, gate_kind, run, sink_kind, sink_strides, strides
-from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
+from affine_attn.kernels.sm90.scheduler import ROWS, descriptor, order
 
 # Pipeline stages by head_dim: as many as shared memory holds.
 STAGES = {64: 4, 128: 2}
@@ -25,48 +24,12 @@ _HEADS = 32
 _TILE_COST = 1.5
 
 
-def why_not(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or why it would gain nothing; None where it runs."""
-    if (reason := why_no_kernel(call)) is not None:
-        return reason
-    if (call.alpha is None) != (call.beta is None):
-        return "the forward in one kernel has alpha only together with beta"
-    if call.alpha is None and call.sink is None and call.gate is None:
-        return "there is nothing to do after the attention"
-    return why_no_gate(call)
-
-
-def why_no_gate(call: Call) -> str | None:
-    """Why the kernels for Hopper cannot take the call's gate, or None."""
-    gate = _elementwise(call)
-    if gate is not None and gate.dtype != call.q.dtype:
-        return f"kernels for Hopper take an elementwise gate in the type of q, not {gate.dtype}"
-    if gate is not None and not can_be_copied(gate):
-        return "kernels for Hopper read rows of a gate that begin at multiples of 16 bytes"
-    return None
-
-
-def why_no_kernel(call: Call) -> str | None:
-    """Why no kernel for Hopper, forward or backward, can serve the call, or None."""
-    if (reason := availability.why_no_fused_epilogue(call)) is not None:
-        return reason
-    if capability(call.q.device) != (9, 0):
-        return "kernels for Hopper are for GPUs of compute capability 9.0"
-    if call.q.dtype == torch.float32 or call.q.shape[-1] not in STAGES:
-        return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, STAGES))}"
-    if not call.mask.causal or call.mask.restrictions or call.tq != call.tk or 0 in call.q.shape:
-        return "kernels for Hopper have a causal mask alone, and as many keys as queries"
-    if not all(map(can_be_copied, (call.q, call.k, call.v))):
-        return "kernels for Hopper read rows that begin at multiples of 16 bytes"
-    return None
-
-
 def _elementwise(call: Call) -> Tensor | None:
     return call.gate if gate_kind(call.gate) == ELEMENTWISE else None
 
 
 def forward(call: Call) -> Output:
-    """Run all stages in one kernel; see :func:`why_not`."""
+    """Run all stages in one kernel, for calls that engines/needs.py lets through."""
     q, k, v = call.q, call.k, call.v
     batch, heads, length, head_dim = q.shape
     is_affine, tiling = call.alpha is not None, tiling_of(call)

@@ -20,11 +20,6 @@ _TILES_FP32 = (32, 32, 4)
 _CHUNK, _STAGES = 32, 2
 
 
-def why_not(call: Call) -> str | None:
-    """Why these sums cannot serve this call, or None."""
-    return None if call.mask.lengths is None else "its sums of visible values have no mask.lengths"
-
-
 def visible_sums(call: Call) -> Tensor:
     """u_i = sum of the values visible to query i, fp32 [B, Hkv, Tq, D]."""
     batch, kv_heads, _, head_dim = call.v.shape

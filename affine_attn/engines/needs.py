@@ -1,0 +1,423 @@
+"""Facts about a call, and every reason to refuse one: a function for each engine and each kernel that is choosy.
+
+Each takes facts and returns a sentence, or None where nothing stands in the way. Facts can be made up, so what a GPU
+would run is known without it. Those that choose an engine are also asked while a compiler traces, before the
+operator; those of ``Sizes`` of real tensors alone, inside of it.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.attention import current_flash_attention_impl
+
+from affine_attn.core.call import Call
+from affine_attn.core.spec import Alibi, LogN
+from affine_attn.kernels import launch
+from affine_attn.kernels.decode.launch import LOGITS as DECODE_LOGITS
+from affine_attn.kernels.device import capability, must_be_deterministic
+from affine_attn.kernels.flash.launch import LOGITS as FLASH_LOGITS
+from affine_attn.kernels.launch import ELEMENTWISE, gate_kind
+from affine_attn.kernels.sm90.backward import LENGTHS as SM90_LENGTHS
+from affine_attn.kernels.sm90.forward import STAGES as SM90_STAGES
+from affine_attn.kernels.sm90.scheduler import can_be_copied
+
+# The most queries of the decode engine.
+MAX_QUERIES = 16
+# Heads of all sequences together: CUDA's limit for the second axis of a grid.
+MOST_HEADS = 65535
+
+
+def _triton_problem() -> str | None:
+    """Why Triton cannot be used at all, or None; found without importing it, which takes a while."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return None  # the module comes from a distribution of another name, as in ROCm builds
+    oldest = (3, 6)
+    return None if tuple(int(part) for part in installed.split(".")[:2]) >= oldest else f"triton {installed} is too old"
+
+
+# A constant of the process, so that a compiler has nothing to look up.
+_TRITON_PROBLEM = _triton_problem()
+_NO_CUDA = "Triton kernels need a CUDA device"
+
+
+class Machine(NamedTuple):
+    """Where a call runs."""
+
+    device: str
+    capability: tuple[int, int] | None  # of an NVIDIA GPU, (0, 0) of all else; None while tracing, which cannot ask
+    triton: str | None  # why Triton cannot run there
+
+
+# Machines that a call can be explained for.
+MACHINES = {
+    "cpu": Machine("cpu", (0, 0), _NO_CUDA),
+    **{f"sm{a}{b}": Machine("cuda", (a, b), None) for a, b in ((8, 0), (9, 0), (10, 0))},
+}
+
+
+def machine_of(device: torch.device, is_tracing: bool) -> Machine:
+    problem = _TRITON_PROBLEM
+    if problem is None and device.type != "cuda" and not launch.INTERPRETED:
+        problem = _NO_CUDA
+    return Machine(device.type, None if is_tracing else capability(device), problem)
+
+
+class Process(NamedTuple):
+    """What holds for all calls and may change between two."""
+
+    flash: str | None
+    is_deterministic: bool
+
+
+def process() -> Process:
+    return Process(current_flash_attention_impl(), must_be_deterministic())
+
+
+class Questions:
+    """Comparisons of sizes, each made when it is asked: to a compiler it is a guard, to an export a constraint."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    @property
+    def is_empty(self) -> bool:
+        """No sequence, no query or no key."""
+        q = self.call.q.shape
+        return 0 in (q[0], q[2], self.call.k.shape[2])
+
+    @property
+    def is_overlong(self) -> bool:
+        """More queries than keys."""
+        return self.call.q.shape[2] > self.call.k.shape[2]
+
+    @property
+    def is_single(self) -> bool:
+        """One query."""
+        return self.call.q.shape[2] == 1
+
+    @property
+    def is_short(self) -> bool:
+        """No more queries than the decode engine takes."""
+        return 0 < self.call.q.shape[2] <= MAX_QUERIES
+
+    @property
+    def is_crowded(self) -> bool:
+        """More heads of all sequences together than a grid has places."""
+        # Said of the batch alone: torch.export can name no limit of a product.
+        q = self.call.q.shape
+        return q[0] > MOST_HEADS // max(q[1], 1)
+
+
+class Answers(NamedTuple):
+    """All :class:`Questions`, answered: classes of sizes, never sizes, which in decoding grow with each token."""
+
+    is_empty: bool
+    is_overlong: bool
+    is_single: bool
+    is_short: bool
+    is_crowded: bool
+
+
+class Facts(NamedTuple):
+    """What the choice of an engine depends on, and the key under which it is remembered."""
+
+    machine: Machine
+    flash: str | None  # what torch's flash operators have been replaced by
+    is_deterministic: bool
+    has_transforms: bool  # torch.func, forward-mode derivatives
+    has_grad: bool
+    dtype: torch.dtype
+    head_dim: int
+    logit: type
+    causal: bool
+    restrictions: tuple[str, ...]  # what hides keys besides causality, by name
+    has_sink: bool
+    has_alpha: bool
+    has_beta: bool
+    has_gate: bool
+    sizes: Answers | Questions
+
+
+class Sizes(NamedTuple):
+    """What the choice of kernels depends on besides: layouts and lengths of real tensors, and kinds of gates."""
+
+    is_square: bool = False  # as many keys as queries, and heads
+    is_timed: bool = False  # a length for which the sm90 backward has been timed
+    has_rows: bool = False  # TMA reads q, k and v
+    is_elementwise: bool = False
+    gate_dtype: torch.dtype | None = None
+    has_gate_rows: bool = True  # TMA reads an elementwise gate
+
+
+# Of all machines whose kernels do not ask.
+NO_SIZES = Sizes()
+
+
+def is_traced(call: Call) -> bool:
+    """Return True under torch.compile or with fake tensors."""
+    return torch.compiler.is_compiling() or type(call.q) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def facts_of(call: Call, machine: Machine | None = None) -> Facts:
+    is_tracing = is_traced(call)
+    q, sizes = call.q, Questions(call)
+    # Not while a compiler traces: it would put the question into every graph.
+    has_transforms = not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+    return Facts(
+        machine or machine_of(q.device, is_tracing),
+        current_flash_attention_impl(),
+        not is_tracing and must_be_deterministic(),
+        has_transforms,
+        call.needs_grad,
+        q.dtype,
+        q.shape[3],
+        type(call.logit),
+        call.mask.causal,
+        call.mask.restrictions,
+        call.sink is not None,
+        call.alpha is not None,
+        call.beta is not None,
+        call.gate is not None,
+        sizes
+        if is_tracing
+        else Answers(sizes.is_empty, sizes.is_overlong, sizes.is_single, sizes.is_short, sizes.is_crowded),
+    )
+
+
+def sizes_of(call: Call, f: Facts) -> Sizes:
+    if f.machine.capability != (9, 0):
+        return NO_SIZES
+    q, gate = call.q, call.gate
+    is_elementwise = gate is not None and gate_kind(gate) == ELEMENTWISE
+    return Sizes(
+        q.shape[2] == call.k.shape[2] and 0 not in q.shape,
+        q.shape[2] in SM90_LENGTHS,
+        can_be_copied(q) and can_be_copied(call.k) and can_be_copied(call.v),
+        is_elementwise,
+        None if gate is None else gate.dtype,
+        gate is None or not is_elementwise or can_be_copied(gate),
+    )
+
+
+def transforms(f: Facts) -> str | None:
+    """What every engine but the reference needs."""
+    if f.has_transforms:
+        return "the transforms of torch.func and forward-mode derivatives know the operations of the reference alone"
+    return None
+
+
+def decode(f: Facts) -> str | None:
+    if (reason := transforms(f) or triton(f)) is not None:
+        return reason
+    if f.has_grad:
+        return "it has no backward"
+    if not f.sizes.is_short:
+        return f"it takes 1 to {MAX_QUERIES} queries"
+    if f.sizes.is_empty or ("lengths" not in f.restrictions and f.sizes.is_overlong):
+        return "it needs a key for every query"
+    if f.logit not in DECODE_LOGITS:
+        return f"its kernel does not know the {f.logit.__name__} logit"
+    if f.logit is Alibi and not f.causal:
+        return "its distance logits are causal"
+    return None
+
+
+def sdpa(f: Facts) -> str | None:
+    if (reason := transforms(f)) is not None:
+        return reason
+    if f.logit not in (type(None), LogN):
+        return f"a stock kernel has plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    for name in f.restrictions:
+        if name != "window":
+            return f"a stock kernel has no mask.{name}"
+    return beta(f) or stock(f)
+
+
+def stock(f: Facts) -> str | None:
+    """What PyTorch's fused attention needs."""
+    if f.sizes.is_empty:
+        return "a stock kernel needs at least one query and one key"
+    if f.causal and f.sizes.is_overlong:
+        return "a stock kernel cannot have causal queries without any key (more queries than keys)"
+    device, has_window = f.machine.device, "window" in f.restrictions
+    if device == "cpu":
+        return "the CPU operator has no sliding window" if has_window else None
+    if device != "cuda":
+        return f"there is no stock kernel with log-sum-exp on {device}"
+    if f.dtype not in (torch.bfloat16, torch.float16):
+        return f"the CUDA operators take bfloat16 or float16, not {f.dtype}"
+    if f.head_dim % 8 or f.head_dim > 256:
+        return f"the CUDA operators need a head_dim divisible by 8 and at most 256, not {f.head_dim}"
+    return flash_operators(f) if has_window or cudnn(f) is not None else None
+
+
+def cudnn(f: Facts) -> str | None:
+    """What makes cuDNN's operator the one for a call without a window; the others go to the flash operator."""
+    if f.machine.capability is None or f.machine.capability < (9, 0):
+        return "cuDNN is taken from compute capability 9.0 on"
+    if f.head_dim > 128:
+        return f"cuDNN is taken for head dims up to 128, not {f.head_dim}"
+    if f.is_deterministic:
+        return "cuDNN's backward adds up in no fixed order, and deterministic algorithms were asked for"
+    if f.sizes.is_single:
+        return "cuDNN is taken for more than one query"
+    return None
+
+
+def flash_operators(f: Facts) -> str | None:
+    """What the flash operators on CUDA need: to be those that were tested."""
+    if f.flash is not None:
+        return f"torch's flash operators are those of {f.flash} now (activate_flash_attention_impl), not tested here"
+    return None
+
+
+def flash(f: Facts) -> str | None:
+    """What engine "triton" needs, whose kernels are this package's flash kernels."""
+    # LogN has moved into q by the time the kernels run.
+    if (
+        reason := transforms(f) or score_statistics(f._replace(logit=type(None)) if f.logit is LogN else f)
+    ) is not None:
+        return reason
+    if not f.causal:
+        return "its attention kernels are causal"
+    return beta(f)
+
+
+def score_statistics(f: Facts) -> str | None:
+    """What the kernel needs that passes over the scores alone; it is less choosy than attention."""
+    if (reason := epilogue(f)) is not None:
+        return reason
+    if "lengths" in f.restrictions:
+        return "its kernels have no mask.lengths"
+    if not f.causal and f.logit is not type(None):
+        return "its distance logits are causal"
+    if f.logit is LogN:
+        return "LogN scales q, which would be rounded again"
+    if f.logit not in FLASH_LOGITS:
+        return f"its kernels do not know the {f.logit.__name__} logit"
+    if f.head_dim < 16:
+        return f"its kernels need a head_dim of at least 16, not {f.head_dim}"
+    if f.sizes.is_empty:
+        return "its kernels need at least one query and one key"
+    return None
+
+
+def flex(f: Facts) -> str | None:
+    if (reason := transforms(f)) is not None:
+        return reason
+    if f.machine.device not in ("cpu", "cuda"):
+        return f"FlexAttention does not run on {f.machine.device}"
+    if f.sizes.is_empty:
+        return "FlexAttention needs at least one query and one key"
+    if f.machine.device == "cpu":
+        return "FlexAttention has no backward on the CPU" if f.has_grad else None
+    if f.dtype == torch.float64:
+        return "FlexAttention has no float64 on CUDA"
+    if not 16 <= f.head_dim <= 256:
+        return f"FlexAttention is used for head dims from 16 to 256 on CUDA, not {f.head_dim}"
+    return None
+
+
+def flex_unasked(f: Facts) -> str | None:
+    """Why "auto" leaves FlexAttention alone although it may be able to run the call, or None."""
+    return "since it builds the dense matrix on the CPU" if f.machine.device == "cpu" else None
+
+
+def nothing(f: Facts) -> str | None:
+    """What the reference needs."""
+    return None
+
+
+def beta(f: Facts) -> str | None:
+    """What the epilogue needs to sum the visible values: in torch it sums prefixes only."""
+    if not f.has_beta:
+        return None
+    if epilogue(f) is None:
+        return visible_sums(f)
+    # The mask's tensors come before its window, as users were always told.
+    for name in f.restrictions:
+        return f"the epilogue cannot sum the values that mask.{name} leaves visible"
+    return None
+
+
+def visible_sums(f: Facts) -> str | None:
+    """What the kernels need that sum the visible values."""
+    return "its sums of visible values have no mask.lengths" if "lengths" in f.restrictions else None
+
+
+def epilogue(f: Facts) -> str | None:
+    """What the fused epilogue needs."""
+    if (reason := triton(f)) is not None:
+        return reason
+    if f.sizes.is_crowded:
+        return f"the fused epilogue takes at most {MOST_HEADS} heads of all sequences together"
+    return None
+
+
+def triton(f: Facts) -> str | None:
+    """What any kernel of Triton needs."""
+    if f.machine.triton is not None:
+        return f.machine.triton
+    if f.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"Triton kernels take bfloat16, float16 or float32, not {f.dtype}"
+    if f.head_dim > 256:
+        return f"Triton kernels take head_dim up to 256, not {f.head_dim}"
+    return None
+
+
+def sm90_forward(f: Facts, s: Sizes) -> str | None:
+    """What the sm90 forward needs, or why it would gain nothing."""
+    if (reason := sm90(f, s)) is not None:
+        return reason
+    if f.has_alpha != f.has_beta:
+        return "the forward in one kernel has alpha only together with beta"
+    if not (f.has_alpha or f.has_sink or f.has_gate):
+        return "there is nothing to do after the attention"
+    return sm90_gate(f, s)
+
+
+def sm90_backward(f: Facts, s: Sizes) -> str | None:
+    """What the sm90 backward needs, or where it would be slower than the stock one."""
+    if f.is_deterministic:
+        return "the backward for Hopper adds up dq in no fixed order, and deterministic algorithms were asked for"
+    if (reason := sm90(f, s) or sm90_gate(f, s)) is not None:
+        return reason
+    if not s.is_timed:
+        first, last = SM90_LENGTHS[0], SM90_LENGTHS[-1]
+        return f"the backward for Hopper is for {first} to {last} tokens, where it is faster than cuDNN's"
+    return None
+
+
+def sm90(f: Facts, s: Sizes) -> str | None:
+    """What any kernel for Hopper needs, forward or backward."""
+    if (reason := epilogue(f)) is not None:
+        return reason
+    if f.machine.capability != (9, 0):
+        return "kernels for Hopper are for GPUs of compute capability 9.0"
+    if f.dtype == torch.float32 or f.head_dim not in SM90_STAGES:
+        return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, SM90_STAGES))}"
+    if not f.causal or f.restrictions or not s.is_square:
+        return "kernels for Hopper have a causal mask alone, and as many keys as queries"
+    if not s.has_rows:
+        return "kernels for Hopper read rows that begin at multiples of 16 bytes"
+    return None
+
+
+def sm90_gate(f: Facts, s: Sizes) -> str | None:
+    """What the kernels for Hopper need of the call's gate."""
+    if s.is_elementwise and s.gate_dtype != f.dtype:
+        return f"kernels for Hopper take an elementwise gate in the type of q, not {s.gate_dtype}"
+    if not s.has_gate_rows:
+        return "kernels for Hopper read rows of a gate that begin at multiples of 16 bytes"
+    return None
