@@ -5,17 +5,20 @@ keys including the query's own. All restrictions combine; whatever an engine nee
 counts) is derived here, so no engine converts a window or aligns a diagonal by itself.
 """
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from affine_attn.checks import is_count
 from affine_attn.core.spec import LARGEST_COUNT
 
-_NO_KEY = torch.iinfo(torch.int64).max
+_Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,46 @@ class Mask:
     documents: Tensor | None = None  # int [B, Tk], equal ids see each other
     padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible
+    contiguous: bool = False  # promises that equal ids of documents are neighbours: then nothing is sorted
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: "list[int] | Tensor | None" = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        tokens: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> "Mask":
+        """Return the mask of one row of documents that lie one after another, [1, tokens].
+
+        lengths: of each document, a list or int [n]; or cu_seqlens, int [n + 1]: where each starts, and the end.
+        tokens: of the row, needed where the lengths lie on a GPU, whose numbers would have to be waited for; those
+            after the last document are one more.
+        """
+        if (lengths is None) == (cu_seqlens is None):
+            raise ValueError("Mask.packed: give either lengths or cu_seqlens")
+        if cu_seqlens is not None:
+            _check_lengths("cu_seqlens", cu_seqlens)
+            ends = cu_seqlens[1:]
+        else:
+            given = torch.tensor(lengths, dtype=torch.int64) if isinstance(lengths, list | tuple) else lengths
+            _check_lengths("lengths", given)
+            ends = given.cumsum(0)  # pyright: ignore[reportOptionalMemberAccess]
+        if ends.device.type == "cpu":
+            total = int(ends[-1]) if ends.numel() else 0
+            tokens = total if tokens is None else tokens
+            if total > tokens or bool((ends.diff() < 0).any()):
+                raise ValueError(
+                    f"Mask.packed: documents must end in order, within the {tokens} tokens, got ends {ends.tolist()}"
+                )
+        elif tokens is None:
+            raise ValueError(f"Mask.packed: tokens must be given, as the lengths are on {ends.device}")
+        ends = ends.to(device or ends.device, torch.int64)
+        documents = torch.searchsorted(ends, torch.arange(tokens, device=ends.device), right=True)
+        return cls(causal, window, documents[None], contiguous=True)
 
     def __post_init__(self):
         if not isinstance(self.causal, bool):
@@ -49,10 +92,15 @@ class Mask:
             is_integer = not (is_bool or tensor.is_floating_point() or tensor.is_complex())
             if not (is_bool if kinds == "a bool" else is_integer):
                 raise ValueError(f"Mask: {name} must be {kinds} tensor, got {tensor.dtype}")
+        if not isinstance(self.contiguous, bool):
+            raise ValueError(f"Mask: contiguous must be True or False, got {type(self.contiguous).__name__}")
+        if self.contiguous and self.documents is None:
+            raise ValueError("Mask: contiguous is a promise about documents, and there are none")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
+        named = (("documents", self.documents), ("padding", self.padding), ("lengths", self.lengths))
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     @property
     def restrictions(self) -> tuple[str, ...]:
@@ -81,7 +129,8 @@ class Mask:
 
     def predicate(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """sees(b, h, i, j): broadcastable index tensors in, bool out; also FlexAttention's mask_mod."""
-        causal, window, documents, padding, lengths = (getattr(self, f.name) for f in fields(self))
+        causal, window, documents = self.causal, self.window, self.documents
+        padding, lengths = self.padding, self.lengths
         if tk == 0:
             documents = None  # nothing to see, and no id to compare
         if lengths is not None:
@@ -127,28 +176,54 @@ class Mask:
         return back, 0 if self.causal else everything
 
     def count(self, tq: int, tk: int, device: torch.device) -> Tensor:
-        """n_i, the number of visible keys, int64 [B or 1, 1, Tq]; no Tq x Tk tensor is made."""
+        """n_i, the number of visible keys, int64 [B or 1, 1, Tq]; no Tq x Tk tensor is made. Not to be changed."""
+        return self._derived("count", (tq, tk), lambda: self._count(tq, tk, device))
+
+    def _count(self, tq: int, tk: int, device: torch.device) -> Tensor:
         low, high = self._bounds(tq, tk, device)
         if self.documents is None and self.padding is None:
             return (high - low + 1).clamp(min=0)[:, None]
-        if self.documents is None:
-            assert self.padding is not None
-            # Real keys before each slot; their slots are in order, so nothing needs sorting.
-            before = F.pad(self.padding.cumsum(1), (1, 0))
-            ends = (x.clamp(0, tk).expand(before.shape[0], tq) for x in (low, high + 1))
-            start, stop = (before.gather(1, end) for end in ends)
-            return (stop - start).clamp(min=0)[:, None]
-        _, before, upto = self._ranks(tq, tk, device, low, high)
-        return (upto - before).clamp(min=0)[:, None]
+        real, before, upto = self._runs(tq, tk, device, low, high)
+        if real is None:
+            return (upto - before).clamp(min=0)[:, None]
+        # Real keys before each place.
+        until = F.pad(real.cumsum(1), (1, 0))
+        return (until.gather(1, upto) - until.gather(1, before)).clamp(min=0)[:, None]
 
     def first(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Slot of the first visible key of each row, int64 [B or 1, 1, Tq]; -1 where there is none."""
         low, high = self._bounds(tq, tk, device)
-        if self.documents is None and self.padding is None:
+        if (self.documents is None and self.padding is None) or not tk:
             return torch.where(high >= low, low, -1)[:, None]
-        codes, before, upto = self._ranks(tq, tk, device, low, high)
-        code = codes.gather(1, before.clamp(max=tk - 1)) if tk else before
-        return torch.where(upto > before, code % max(tk, 1), -1)[:, None]
+        real, before, upto = self._runs(tq, tk, device, low, high)
+        if real is not None:
+            # The first real key from each place on; past the end where there is none.
+            place = torch.arange(tk, device=device).expand(real.shape)
+            following = F.pad(torch.where(real, place, tk).flip(1).cummin(1).values.flip(1), (0, 1), value=tk)
+            before = following.gather(1, before)
+        slot = before.clamp(max=tk - 1)
+        if self.documents is not None:
+            slot = self.documents_in_order().order.gather(1, slot)
+        return torch.where(upto > before, slot, -1)[:, None]
+
+    def documents_in_order(self) -> "Documents":
+        """Return where each document has its slots. Nothing else here sorts."""
+        documents = self.documents
+        assert documents is not None
+        keys = (self.contiguous,)
+        return once_for((documents,), ("documents", *keys), lambda: _in_order(documents, self.contiguous))
+
+    def document_runs(self) -> tuple[Tensor, Tensor]:
+        """First and last slot of the run of equal ids around each slot, int32 [B, Tk] each."""
+        documents = self.documents
+        assert documents is not None
+        return once_for((documents,), ("runs",), lambda: run_bounds(documents))
+
+    def _derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
+        """Return what ``make`` gives, made once for all masks of the same tensors and numbers."""
+        tensors = self.tensors
+        key = (what, *tensors, self.causal, self.window, self.contiguous, *sizes)
+        return once_for(tuple(tensors.values()), key, make)
 
     def _batch(self) -> int:
         return next((tensor.shape[0] for tensor in self.tensors.values()), 1)
@@ -161,33 +236,50 @@ class Mask:
         low = torch.zeros_like(p) if self.window is None else (p - self.window + 1).clamp(min=0)
         return low, high
 
-    def _ranks(self, tq: int, tk: int, device: torch.device, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-        """Sort real keys by (document, slot); a row's visible keys are then one run, found by bisection.
-
-        Works for ids in any order, in T log T time and linear memory.
-        """
+    def _runs(
+        self, tq: int, tk: int, device: torch.device, low: Tensor, high: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """With slots in the order of their documents: which are real (None: all), and the run from ``before`` up to
+        ``upto`` of places in that order where a row sees all real ones; found by bisection."""
         batch = self._batch()
-        slot = torch.arange(tk, device=device)
-        real = torch.ones(batch, tk, dtype=torch.bool, device=device) if self.padding is None else self.padding
-        if self.documents is None:
-            key_id = torch.zeros(batch, tk, dtype=torch.int64, device=device)
-        else:
-            key_id = _dense(self.documents)
-        codes = torch.where(real, key_id * tk + slot, _NO_KEY).sort(dim=1).values
         p = self.positions(tq, tk, device).expand(batch, tq)
-        row_id = key_id.gather(1, p.clamp(min=0)) if tk else p
         low, high = low.expand(batch, tq), high.expand(batch, tq)
-        before = torch.searchsorted(codes, (row_id * tk + low).contiguous())
-        upto = torch.searchsorted(codes, (row_id * tk + high).contiguous(), right=True)
-        nowhere = (p < 0) if self.documents is not None else torch.zeros_like(p, dtype=torch.bool)
-        return codes, before, torch.where(nowhere | (high < low), before, upto)
+        real = self.padding
+        if self.documents is None or not tk:
+            before, upto = (x.clamp(0, tk) for x in (low, high + 1))
+            nowhere = high < low
+        else:
+            found = self.documents_in_order()
+            real = None if real is None else real.gather(1, found.order)
+            # The place where a document begins names it.
+            own = found.start.gather(1, p.clamp(min=0))
+            codes = found.start.gather(1, found.order) * tk + found.order
+            before = torch.searchsorted(codes, (own * tk + low).contiguous())
+            upto = torch.searchsorted(codes, (own * tk + high).contiguous(), right=True)
+            nowhere = (p < 0) | (high < low)
+        return real, before, torch.where(nowhere, before, upto)
 
 
-def _dense(ids: Tensor) -> Tensor:
-    """Ids of each row renumbered 0, 1, ... in order: any int64 id, a hash say, then multiplies without overflow."""
-    ordered, index = ids.to(torch.int64).sort(dim=1)
-    rank = (ordered.diff(dim=1) != 0).long().cumsum(1)
-    return torch.zeros_like(index).scatter_(1, index[:, 1:], rank).scatter_(1, index[:, :1], 0)
+class Documents(NamedTuple):
+    """Slots in the order of their documents."""
+
+    order: Tensor  # int64 [B, Tk]: the slot at each place of the order
+    start: Tensor  # int64 [B, Tk]: place where each slot's document begins
+    first: Tensor  # int32 [B, Tk]: first slot of each slot's document
+    last: Tensor  # int32 [B, Tk]
+
+
+def _in_order(ids: Tensor, contiguous: bool) -> Documents:
+    if contiguous:
+        first, last = run_bounds(ids)
+        order = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return Documents(order, first.long(), first, last)
+    # Kernels read the rows of the result as contiguous, and a sort keeps the layout of what it sorts.
+    ids, order = ids.contiguous().sort(dim=1, stable=True)
+    start, end = (x.long() for x in run_bounds(ids))
+    of_places = start, order.gather(1, start), order.gather(1, end)
+    start, first, last = (torch.empty_like(order).scatter_(1, order, x) for x in of_places)
+    return Documents(order, start, first.int(), last.int())
 
 
 def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,9 +293,67 @@ def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last slot with the same id, int32 [B, Tk] each: they bound loops. Ids may come in any order."""
-    # Kernels read the rows of the result as contiguous, and a sort keeps the layout of what it sorts.
-    ids, order = documents.contiguous().sort(dim=1, stable=True)
-    first, last = (torch.empty_like(order).scatter_(1, order, order.gather(1, x.long())) for x in run_bounds(ids))
-    return first.int(), last.int()
+def _check_lengths(name: str, given: Any) -> None:
+    if not isinstance(given, Tensor) or given.ndim != 1 or given.is_floating_point() or given.dtype == torch.bool:
+        said = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"Mask.packed: {name} must be a list of integers or an int Tensor [n], got {said}")
+
+
+class _Remembered(NamedTuple):
+    others: tuple[weakref.ref, ...]
+    versions: tuple[int, ...]
+    table: Any
+
+
+# Tables that are kept of a tensor: as many as layers differ in their windows, and lengths in their sizes.
+_MOST_TABLES = 16
+# By the first tensor of those a table was made from, and lives as long.
+_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def once_for(tensors: tuple[Tensor, ...], key: tuple, make: Callable[[], _Table]) -> _Table:
+    """Return what ``make`` gives, made once for these tensors as they are now: all layers and both directions use it.
+
+    Not the mask is the key but what it consists of: FSDP makes a new mask for every layer. Other streams have tables of
+    their own.
+    """
+    if not tensors or not _is_plain(tensors):
+        return make()
+    key = (*key, _stream(tensors[0].device))
+    tables = _tables.setdefault(tensors[0], {})
+    versions = tuple(x._version for x in tensors)
+    known = tables.get(key)
+    is_same = known is not None and known.versions == versions
+    if is_same and all(other() is x for other, x in zip(known.others, tensors[1:], strict=True)):
+        return known.table
+    # Evaluated first, trained with later: a backward takes no tensor that was made in inference mode.
+    with torch.inference_mode(False):
+        table = make()
+    tables.pop(key, None)
+    if len(tables) >= _MOST_TABLES:
+        tables.pop(next(iter(tables)))
+    tables[key] = _Remembered(tuple(weakref.ref(x) for x in tensors[1:]), versions, table)
+    return table
+
+
+def _is_plain(tensors: tuple[Tensor, ...]) -> bool:
+    """Return True where tables may be read and remembered: tensors have numbers, and what is launched runs now."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        # Modes make other tensors of what is computed, or count on each operation, as recomputation does.
+        and not torch._C._len_torch_dispatch_stack()
+        # Tensors of inference mode do not tell whether they were changed since.
+        and all(type(x) is Tensor and not x.is_inference() for x in tensors)
+        and not _is_captured(tensors[0].device)
+    )
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Return True while a CUDA graph is made: a replay must compute tables of the documents that it finds, and what
+    is allocated belongs to the graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

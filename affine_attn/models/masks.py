@@ -5,7 +5,7 @@ is a :class:`PreparedMask` instead of a dense tensor, so padding, packing, windo
 the attention as a ``Mask``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -26,6 +26,8 @@ class PreparedMask:
     keys: int | None = None
     # Key slots that a model of transformers has said there will be.
     slots: int | None = None
+    # One mask for all layers of a window.
+    by_window: dict[int, Mask] = field(default_factory=dict, repr=False)
     # transformers looks at these on the way to transformers_mask and prepares only what is 2-D; the sizes mean nothing.
     ndim: ClassVar[int] = 4
     shape: ClassVar[tuple[int, ...]] = (0, 0, 0, 0)
@@ -36,11 +38,18 @@ class PreparedMask:
 
     def to(self, device: torch.device, **_) -> "PreparedMask":
         """Move to another device: accelerate calls it when it spreads the layers over several."""
-        return replace(self, mask=replace(self.mask, **{name: t.to(device) for name, t in self.mask.tensors.items()}))
+        moved = replace(self.mask, **{name: t.to(device) for name, t in self.mask.tensors.items()})
+        return replace(self, mask=moved, by_window={})
 
     def windowed(self, window: int | None) -> Mask:
         m = self.mask
-        return m if window is None else Mask(m.causal, window, m.documents, m.padding, m.lengths)
+        if window is None:
+            return m
+        # What is traced has no memory: it would be compiled again for a layer that finds another's mask.
+        known = {} if torch.compiler.is_compiling() else self.by_window
+        if window not in known:
+            known[window] = Mask(m.causal, window, m.documents, m.padding, m.lengths, m.contiguous)
+        return known[window]
 
     def filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (k, v) if self.keys is None else (k[:, :, : self.keys], v[:, :, : self.keys])

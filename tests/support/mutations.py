@@ -287,7 +287,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("core/masks", "key_range_covers_what_a_block_of_rows_sees"),
     ),
     "ids of documents overflow": Mutation(
-        MASKS, "key_id = _dense(self.documents)", "key_id = self.documents.to(torch.int64)",
+        MASKS, "own = found.start.gather(1, p.clamp(min=0))", "own = self.documents.long().gather(1, p.clamp(min=0))",
         _in("core/masks", "document_ids_may_be_any_integer_of_their_type"),
     ),
     "queries before the first slot are of its document": Mutation(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from affine_attn.core.blocks import ScoreStatistics
 from affine_attn.core.call import Call
-from affine_attn.core.masks import document_bounds
 from affine_attn.core.spec import Alibi, ScaleInvariant
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.flash.far_tables import FAR_RATIO, FAR_SLOTS, far_tables
@@ -82,7 +81,7 @@ class Shared:
         self.documents = self.first = self.last = None
         if mask.documents is not None:
             # Kernels compare 32-bit ids: the first slot of a document names it, whatever its own id.
-            self.first, self.last = document_bounds(mask.documents)
+            *_, self.first, self.last = mask.documents_in_order()
             self.documents = self.first
         self.padding = None if mask.padding is None else mask.padding.to(torch.uint8).contiguous()
         self.fast_log = call.q.is_cuda and torch.version.hip is None

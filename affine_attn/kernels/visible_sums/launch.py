@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.masks import document_bounds, run_bounds
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.launch import Launch, run, strides
 
@@ -51,8 +50,8 @@ def launches(call: Call, source: Tensor, result: Tensor, transposed: bool) -> li
         back, ahead = ahead, back
     doc_first = doc_last = run_first = run_last = None
     if mask.documents is not None:
-        doc_first, doc_last = document_bounds(mask.documents)
-        run_first, run_last = run_bounds(mask.documents)
+        *_, doc_first, doc_last = mask.documents_in_order()
+        run_first, run_last = mask.document_runs()
     shared = {
         "p_source": source, "p_totals": totals, "p_real": real,
         **strides(source, "s"), "kv_heads": kv_heads, "sources": sources, "tiles": tiles,

@@ -1,0 +1,218 @@
+"""Who runs a call: the decisions for machines that are not there, their reasons, and what deciding costs.
+
+``python -m tests.engines.test_plan`` writes the table of decisions again.
+"""
+
+import ast
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import affine_attn
+from affine_attn import Mask, attention, explain
+from affine_attn.bench.accuracy import Shape, random_inputs
+from affine_attn.core.call import Call, checked_call
+from affine_attn.engines import needs, plan
+from affine_attn.engines.needs import MACHINES, Facts
+from tests.support.cases import CASES, MASKS, SPECS
+
+PACKAGE = Path(affine_attn.__file__).parent
+DECISIONS = Path(__file__).parent / "decisions.txt"
+# (queries, whether gradients are wanted, whether algorithms must be deterministic)
+SETTINGS = {
+    "inference": (2048, False, False),
+    "training": (2048, True, False),
+    "training, deterministic": (2048, True, True),
+    "training, 16384 tokens": (16384, True, False),
+    "decoding": (1, False, False),
+}
+
+
+@functools.cache
+def _call(name: str, mask: str, queries: int, dtype: torch.dtype) -> Call | None:
+    shape = Shape(1, 4, 2, queries, max(queries, 2048), 64)
+    visible = MASKS[mask](shape, torch.device("cpu"))
+    if SPECS[name].logit is not None and SPECS[name].logit.needs_causal and not visible.causal:
+        return None
+    options = {"dtype": dtype, "device": "cpu"}
+    q, k, row = (
+        torch.empty(1, 4, queries, 64, **options),
+        torch.empty(1, 2, shape.tk, 64, **options),
+        torch.empty(1, 4, queries),
+    )
+    stages = random_inputs(SPECS[name], Shape(1, 4, 2, 2, 2, 64), dtype)
+    made = {"q": q, "k": k, "v": k, "alpha": row, "beta": row}
+    if "gate" in stages:
+        made["gate"] = q if stages["gate"].shape[-1] > 1 else q[..., :1]
+    return checked_call(**{name: made.get(name, value) for name, value in stages.items()}, mask=visible)
+
+
+def _decision(call: Call, machine: str, has_grad: bool, is_deterministic: bool) -> str:
+    f = needs.facts_of(call, MACHINES[machine])
+    f = f._replace(has_grad=has_grad, is_deterministic=is_deterministic, flash=None)
+    name = plan.engine(f)
+    found = plan.kernels(name, f, needs.sizes_of(call, f))
+    return f"{name}: " + ", ".join(f"{what} {value}" for what, value in zip(found._fields, found, strict=True) if value)
+
+
+def decisions() -> str:
+    """Return for each machine, setting and mask the plans, and the specs that have them."""
+    lines = []
+    for machine, (setting, (queries, grad, deterministic)) in itertools.product(MACHINES, SETTINGS.items()):
+        lines.append(f"## {machine}, {setting}\n")
+        masks: dict[str, list[str]] = {}
+        for mask in MASKS:
+            found: dict[str, list[str]] = {}
+            dtype = torch.float32 if machine == "cpu" else torch.bfloat16
+            for name in SPECS:
+                call = _call(name, mask, queries, dtype)
+                if call is not None:
+                    found.setdefault(_decision(call, machine, grad, deterministic), []).append(name)
+            plans = "".join(f"    {decision}\n        {' '.join(names)}\n" for decision, names in found.items())
+            masks.setdefault(plans, []).append(mask)
+        lines += [f"{' '.join(names)}\n{plans}" for plans, names in masks.items()]
+        lines.append("\n")
+    return "".join(lines)
+
+
+def test_decisions_are_those_of_the_table():
+    """A difference is a change of what runs: look at it, then write the table again."""
+    assert decisions() == DECISIONS.read_text()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_asked_one_by_one_facts_give_the_same_engine_as_remembered(machine):
+    """A compiler asks each question when a reason needs it; eager calls answer all of them at once."""
+    for case in CASES[::7]:
+        inputs, mask = random_inputs(case.spec, case.shape, case.dtype), case.mask(case.shape, torch.device("cpu"))
+        call = checked_call(**inputs, mask=mask)
+        f = needs.facts_of(call, MACHINES[machine])
+        assert plan.choose(f._replace(sizes=needs.Questions(call))) == plan.engine(f)
+        hash(f)
+
+
+def test_a_growing_cache_needs_no_new_decision():
+    q = torch.randn(1, 4, 1, 16)
+    facts = {needs.facts_of(checked_call(q, k, k)) for k in (torch.randn(1, 2, n, 16) for n in range(1, 40))}
+    assert len(facts) == 1
+
+
+# What torch.nn.attention.activate_flash_attention_impl puts in place of the flash operators.
+
+
+def _on_sm90(monkeypatch, **changes) -> Facts:
+    monkeypatch.setattr(needs, "current_flash_attention_impl", lambda: "FA4")
+    q = torch.randn(1, 4, 300, 64, dtype=torch.bfloat16)
+    call = checked_call(q, q[:, :2], q[:, :2], **changes)
+    return needs.facts_of(call, MACHINES["sm90"])
+
+
+def test_another_flash_implementation_is_not_taken_for_the_one_that_was_tested(monkeypatch):
+    f = _on_sm90(monkeypatch, mask=Mask(window=64))
+    assert needs.sdpa(f) == (
+        "torch's flash operators are those of FA4 now (activate_flash_attention_impl), not tested here"
+    )
+    assert plan.engine(f) == "triton"
+    # Neither the CPU's operator nor cuDNN's is replaced.
+    assert plan.engine(_on_sm90(monkeypatch)) == "sdpa"
+    assert plan.engine(f._replace(machine=MACHINES["cpu"], restrictions=())) == "sdpa"
+    q = torch.randn(1, 4, 300, 64, dtype=torch.bfloat16)
+    assert explain(q, q, q, on="sm90").endswith("flash operators: those of FA4 (activate_flash_attention_impl)")
+    with pytest.raises(ValueError, match=r"impl='sdpa' cannot run this call: torch's flash operators are those of FA4"):
+        explain(q, q, q, Mask(window=64), impl="sdpa", on="sm80")
+
+
+def test_a_compiler_does_not_ask_for_the_gpu_and_leaves_replaced_operators_alone(monkeypatch):
+    f = _on_sm90(monkeypatch)
+    assert "those of FA4" in str(needs.sdpa(f._replace(machine=f.machine._replace(capability=None))))
+
+
+def test_a_backward_whose_operators_were_replaced_since_its_forward_is_refused(monkeypatch):
+    f = _on_sm90(monkeypatch, mask=Mask(window=64))._replace(flash=None)
+    monkeypatch.setattr(needs, "current_flash_attention_impl", lambda: None)
+    assert plan.facts_now("sdpa", f._replace(is_deterministic=needs.process().is_deterministic)) is not None
+    monkeypatch.setattr(needs, "current_flash_attention_impl", lambda: "FA3")
+    with pytest.raises(
+        RuntimeError, match=r"the backward of engine 'sdpa' cannot run after its forward: .* of FA3 now"
+    ):
+        plan.facts_now("sdpa", f)
+
+
+# What is told about a call, without asking why not.
+TOLD = ("facts_of", "sizes_of", "process", "is_traced", "machine_of", "__init__", *needs.Answers._fields)
+TOLD = {f"needs.{name}" for name in TOLD}
+
+# Rules of the house.
+
+
+def test_a_reason_to_refuse_has_one_place():
+    """Functions that say why not stand in needs.py, whatever they are called."""
+    for path in (*PACKAGE.glob("kernels/**/*.py"), *PACKAGE.glob("engines/*.py")):
+        if path.name in ("needs.py", "plan.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                returns = ast.unparse(node.returns) if node.returns else ""
+                assert returns != "str | None", f"{path.name}: {node.name} gives a reason"
+                assert not node.name.lstrip("_").startswith("why"), f"{path.name}: {node.name} gives a reason"
+
+
+def test_no_engine_raises_for_a_call_that_it_cannot_run():
+    """api.py alone does, and core for arguments."""
+    for path in PACKAGE.glob("engines/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                assert not ast.unparse(node).startswith("raise ValueError"), path.name
+
+
+def _entered(function) -> list[str]:
+    """Functions of the package that are entered, in order."""
+    names = []
+
+    def enter(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+
+    sys.setprofile(enter)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "most"),
+    [("softmax", "causal", 56), ("affine", "causal", 77)],
+)
+@torch.no_grad()
+def test_a_call_of_a_known_kind_enters_few_functions(name, mask, most):
+    """What is paid in Python, counted: no timing. Fewer is better; more needs a reason."""
+    shape = Shape(1, 4, 2, 16, 16, 64)
+    inputs, visible = random_inputs(SPECS[name], shape), MASKS[mask](shape, torch.device("cpu"))
+    attention(**inputs, mask=visible)
+    entered = _entered(lambda: attention(**inputs, mask=visible))
+    assert len(entered) <= most, entered
+
+
+def test_a_packed_training_call_of_a_known_kind_decides_nothing_again(monkeypatch):
+    """Also with a new mask: no Mask is built, no logit encoded, no reason asked for, no id sorted twice."""
+    inputs = random_inputs(SPECS["logn"], Shape(1, 4, 2, 9, 9, 16))
+    inputs = {name: x.requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    masks = [Mask(documents=torch.tensor([ids])) for ids in ([0] * 4 + [1] * 5, [0] * 3 + [1] * 6)]
+    attention(**inputs, mask=masks[0]).sum().backward()
+    for mask, sorts in ((masks[0], 0), (masks[1], 1)):
+        entered = _entered(lambda mask=mask: attention(**inputs, mask=mask).sum().backward())
+        counts = {what: entered.count(what) for what in entered}
+        again = "masks.__post_init__", "operator.encode_logit", "operator.decode_logit", "plan.choose", "plan.kernels"
+        assert not set(again) & set(counts)
+        assert not [what for what in counts if what.startswith("needs.") and what not in TOLD]
+        assert counts.get("masks._in_order", 0) == sorts
+
+
+if __name__ == "__main__":
+    DECISIONS.write_text(decisions())
