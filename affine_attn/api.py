@@ -10,7 +10,7 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 from affine_attn.core.stats import AttentionStats, attention_statistics
 from affine_attn.engines import blocked, decode, flash, flex, needs, sdpa
-from affine_attn.engines.needs import MACHINES, Facts, facts_of, is_traced
+from affine_attn.engines.needs import MACHINES, Facts, facts_of
 from affine_attn.engines.operator import Run
 from affine_attn.engines.plan import ENGINES, choose, engine, explanation
 
@@ -83,7 +83,7 @@ def explain(
 def _engine(call: Call, facts: Facts, impl: str) -> str:
     """Return the engine's name, or raise an error that says why it cannot be ``impl``."""
     if impl == "auto":
-        return choose(facts) if is_traced(call) else engine(facts)
+        return choose(facts) if facts.is_traced else engine(facts)
     if impl not in list(ENGINES):
         raise ValueError(f"impl must be one of {['auto', *ENGINES]}, got {impl!r}")
     if (reason := ENGINES[impl].why_not(facts)) is not None:

@@ -25,6 +25,9 @@ class Options(NamedTuple):
     sink: float | None  # a constant one
 
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """The arguments of ``attention``, checked, with scale > 0 and rows that are dense in memory."""
@@ -137,7 +140,7 @@ def checked_call(
             raise ValueError(
                 f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
             )
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        if tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"{name} must be a floating point tensor, got {tensor.dtype}; it may have 16, 32 or 64 bits"
             )
@@ -163,25 +166,25 @@ def checked_call(
     if logit is not None and logit.needs_causal and not mask.causal:
         raise ValueError(f"logit {type(logit).__name__} needs a causal mask, got Mask(causal=False)")
     if isinstance(sink, Tensor):
-        _check_stage("sink", sink, [(heads,), (batch, heads, tq)], q)
+        _check_stage("sink", sink, ((heads,), (batch, heads, tq)), q)
     elif sink is not None:
         if not is_sink(sink):
             raise ValueError(f"sink must be None, a number or a Tensor, got {sink!r}")
         sink = float(sink)
-    rows = [(batch, heads, tq)]
+    rows = (batch, heads, tq)
     if alpha is not None:
-        _check_stage("alpha", alpha, rows, q)
+        _check_stage("alpha", alpha, (rows,), q)
     if beta is not None:
-        _check_stage("beta", beta, rows, q)
+        _check_stage("beta", beta, (rows,), q)
     if gate is not None:
-        _check_stage("gate", gate, [(batch, heads, tq, dim), (batch, heads, tq, 1)], q)
+        _check_stage("gate", gate, ((batch, heads, tq, dim), (batch, heads, tq, 1)), q)
     if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
     if factor <= 0:
         # Stock kernels multiply the scores of masked keys too, and minus infinity has to stay what it is.
         q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
-    q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+    q, k, v = _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v)
     gate = None if gate is None else _with_dense_rows(gate)
     return Call(q, k, v, mask, factor, logit, sink, alpha, beta, gate)
 
@@ -191,10 +194,10 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _check_stage(name: str, tensor: Tensor, shapes: list[tuple[int, ...]], q: Tensor) -> None:
+def _check_stage(name: str, tensor: Tensor, shapes: tuple[tuple[int, ...], ...], q: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-    if tuple(tensor.shape) not in shapes:
+    if tensor.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must have shape {allowed}, got {list(tensor.shape)}")
     if tensor.dtype not in (q.dtype, torch.float32):

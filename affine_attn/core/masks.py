@@ -99,6 +99,8 @@ class Mask:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
+        if self.documents is None and self.padding is None and self.lengths is None:
+            return {}
         named = (("documents", self.documents), ("padding", self.padding), ("lengths", self.lengths))
         return {name: tensor for name, tensor in named if tensor is not None}
 
@@ -109,6 +111,8 @@ class Mask:
 
     def check(self, batch: int, keys: int, device: torch.device) -> None:
         """Raise if a tensor of the mask does not fit q [batch, ...] and k [..., keys, ...]."""
+        if self.documents is None and self.padding is None and self.lengths is None:
+            return
         for name, tensor in self.tensors.items():
             shape = (batch,) if name == "lengths" else (batch, keys)
             if tuple(tensor.shape) != shape:
@@ -308,7 +312,7 @@ class _Remembered(NamedTuple):
 # Tables that are kept of a tensor: as many as layers differ in their windows, and lengths in their sizes.
 _MOST_TABLES = 16
 # By the first tensor of those a table was made from, and lives as long.
-_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_tables: Any = WeakTensorKeyDictionary()
 
 
 def once_for(tensors: tuple[Tensor, ...], key: tuple, make: Callable[[], _Table]) -> _Table:

@@ -2,14 +2,14 @@
 
 Kernels multiply masked tiles by zero weights, and 0 * inf is NaN: one bad future value would spoil the rows before it.
 And on the CPU the stock kernel takes some rows without a largest score for rows without keys: a NaN query gives 0.
-These wrappers look for non-finite entries, run the engine on zeroed copies, and put NaN exactly where a row has or
-sees a bad one. Looking needs the values on the host: on CUDA, where that would stall the stream, an engine is
-wrapped only if it is slow anyway (``devices``).
+Engines look for non-finite entries, in values by way of their results, which in decoding are small beside them; if
+there are any, they run on zeroed copies, and NaN is put exactly where a row has or sees a bad entry. Looking needs the
+values on the host: on CUDA, where that would stall the stream, only an engine looks that is slow anyway.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +18,37 @@ from affine_attn.core.blocks import sums_in_blocks
 from affine_attn.core.call import Call, Gradients, Output
 
 
-def guarded(forward: Callable[..., Output], devices: tuple[str, ...]) -> Callable[..., Output]:
-    def run(call: Call, *plan) -> Output:
-        if call.q.device.type not in devices or _finite(call):
-            return forward(call, *plan)
-        clean, poisoned = _clean(call)
-        output = forward(clean, *plan)
-        return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
-
-    return run
-
-
-def guarded_backward(
-    forward: Callable[..., Output], backward: Callable[..., Gradients], devices: tuple[str, ...]
-) -> Callable[..., Gradients]:
-    def run(call: Call, plan: Any, dy: Tensor, output: Output) -> Gradients:
-        if call.q.device.type not in devices or _finite(call):
-            return backward(call, plan, dy, output)
-        clean, poisoned = _clean(call)
-        # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
-        gradients = backward(clean, plan, dy, forward(clean, plan))
-        if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
-            return gradients
-        # The loss reads a NaN.
-        return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
-
-    return run
+def all_finite(*tensors: Tensor) -> bool:
+    """Look at the sums: one is finite only if all its terms are. Overflow merely sends a call down the careful path."""
+    for x in tensors:
+        # 16 bits overflow early. In float64 torch would first copy the tensor, at several times the cost of reading it.
+        total = x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+        if not math.isfinite(total.item()):
+            return False
+    return True
 
 
-def _finite(call: Call) -> bool:
-    # A sum is finite only if all its terms are (overflow merely sends a valid call down the careful path). Not in
-    # float64: torch would first copy all keys and values, at several times the cost of decoding with them.
-    dtype = torch.promote_types(call.k.dtype, torch.float32)
-    return bool(torch.isfinite(call.q.sum(dtype=dtype) + call.k.sum(dtype=dtype) + call.v.sum(dtype=dtype)))
+def is_clean(call: Call) -> bool:
+    return all_finite(call.q, call.k, call.v)
+
+
+def careful(call: Call, forward: Callable[[Call], Output]) -> Output:
+    """Run ``forward`` on zeroed copies, and put NaN where a row has or sees what was not finite."""
+    clean, poisoned = _clean(call)
+    output = forward(clean)
+    return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
+
+
+def careful_gradients(
+    call: Call, dy: Tensor, forward: Callable[[Call], Output], backward: Callable[[Call, Output], Gradients]
+) -> Gradients:
+    """Run ``backward`` on zeroed copies; all is NaN if the loss reads one."""
+    clean, poisoned = _clean(call)
+    # The saved output holds the NaN; the clean one is cheaper to recompute than to keep.
+    gradients = backward(clean, forward(clean))
+    if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
+        return gradients
+    return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
 
 
 def _clean(call: Call) -> tuple[Call, Tensor]:

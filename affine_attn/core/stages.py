@@ -78,9 +78,9 @@ def row_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
-    """A block of rows of a stage input [B, H, Tq, ...]."""
-    return None if x is None else x[:, :, rows]
+def rows_of(x: Tensor | None, rows: slice | None) -> Tensor | None:
+    """A block of rows of a stage input [B, H, Tq, ...]; all of them where rows are None."""
+    return x if x is None or rows is None else x[:, :, rows]
 
 
 def sink_rows(call: Call, rows: slice) -> Tensor | None:

@@ -30,11 +30,10 @@ def forward(
     kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return (o, z) of plain attention by a kernel of ``plan.KERNELS``; windows are those of "flash2" alone."""
-    shares = _shares(q, k)
-    if len(shares) == 1:
+    if _is_countable(q, k):
         return _forward(kernel, q, k, v, scale, causal, window)
     o, z = torch.empty_like(q), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
-    for share in shares:
+    for share in _shares(q, k):
         part = _forward(kernel, q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
         o[share.of_q], z[share.of_q] = part
     return o, z
@@ -53,10 +52,9 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of plain attention; exact also if o and z have a sink in them and do has factors per row."""
-    shares = _shares(q, k)
-    if len(shares) == 1:
+    if _is_countable(q, k):
         return _backward(kernel, do, q, k, v, o, z, scale, causal, window)
-    dq = torch.empty_like(q)
+    dq, shares = torch.empty_like(q), _shares(q, k)
     # Where the query heads of a kv head are in several shares, its gradients are sums over them.
     is_shared = shares[0].of_kv == shares[1].of_kv
     dk, dv = (torch.zeros_like(x, dtype=z.dtype if is_shared else x.dtype) for x in (k, v))
@@ -69,6 +67,11 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+def _is_countable(q: Tensor, k: Tensor) -> bool:
+    """Return True if one call of an operator can count all elements and sequences."""
+    return max(q.numel(), k.numel()) <= MOST_ELEMENTS and q.shape[0] <= MOST_SEQUENCES
+
+
 class _Share(NamedTuple):
     """Indices of sequences and heads that one call of an operator can count."""
 
@@ -77,7 +80,7 @@ class _Share(NamedTuple):
 
 
 def _shares(q: Tensor, k: Tensor) -> list[_Share]:
-    """Return the fewest shares, as equal as they can be; one if the operators can count the whole call."""
+    """Return the fewest shares, as equal as they can be."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     group = heads // kv_heads
     of_head = q.shape[2] * q.shape[3]
@@ -110,9 +113,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if window is not None:
         return _window_forward(q, k, v, scale, window)
-    pieces = _pieces(q.shape[2], k.shape[2], causal)
+    if not causal or q.shape[2] in (1, k.shape[2]):
+        return _FORWARD[kernel](q, k, v, causal and q.shape[2] > 1, scale)
+    pieces = _pieces(q.shape[2], k.shape[2])
     results = [_FORWARD[kernel](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
-    return results[0] if len(results) == 1 else _merge(*results[0], *results[1])
+    return _merge(*results[0], *results[1])
 
 
 def _backward(
@@ -129,23 +134,20 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if window is not None:
         return _window_backward(do, q, k, v, o, z, scale, window)
-    pieces = _pieces(q.shape[2], k.shape[2], causal)
+    if not causal or q.shape[2] in (1, k.shape[2]):
+        return _BACKWARD[kernel](do, q, k, v, o, z, causal and q.shape[2] > 1, scale)
+    pieces = _pieces(q.shape[2], k.shape[2])
     results = [
         _BACKWARD[kernel](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
     ]
-    if len(results) == 1:
-        return results[0]
     dqs, dks, dvs = zip(*results, strict=True)
     dq = torch.add(*(dq.to(z.dtype) for dq in dqs)).to(q.dtype)
     return dq, torch.cat(dks, 2), torch.cat(dvs, 2)
 
 
-def _pieces(tq: int, tk: int, causal: bool) -> list[tuple[slice, bool]]:
+def _pieces(tq: int, tk: int) -> list[tuple[slice, bool]]:
     """(keys, is_causal) calls whose causal part is square."""
-    if not causal or tq == 1:
-        return [(slice(0, tk), False)]
-    square = (slice(tk - tq, tk), True)
-    return [square] if tq == tk else [(slice(0, tk - tq), False), square]
+    return [(slice(0, tk - tq), False), (slice(tk - tq, tk), True)]
 
 
 def _merge(o1: Tensor, z1: Tensor, o2: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:

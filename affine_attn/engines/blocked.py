@@ -4,11 +4,13 @@ Any logit, any mask, any device; memory is linear in the length because only a f
 time. It is the engine of last resort for training and the first one for masks that stock kernels lack.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.nonfinite import guarded, guarded_backward
+from affine_attn.core.nonfinite import all_finite, careful, careful_gradients, is_clean
 from affine_attn.core.stages import (
     coefficients,
     grouped_matmul,
@@ -26,6 +28,23 @@ from affine_attn.engines.plan import Plan
 
 
 def forward(call: Call, plan: Plan) -> Output:
+    output = _forward(call)
+    # What is not finite makes some y NaN: no product leaves it out.
+    return output if _is_fine(call, output.y) else careful(call, _forward)
+
+
+def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
+    gradients = dq, dk, *_ = _backward(call, dy)
+    if _is_fine(call, dq, dk):
+        return gradients
+    return careful_gradients(call, dy, _forward, lambda clean, _: _backward(clean, dy))
+
+
+def _is_fine(call: Call, *results: Tensor) -> bool:
+    return call.q.device.type not in ("cpu", "cuda") or all_finite(*results) or is_clean(call)
+
+
+def _forward(call: Call) -> Output:
     y = torch.empty_like(call.q)
     k, v = call.k.to(row_dtype(call.k)), call.v.to(row_dtype(call.v))
     for rows, keys in call.blocks():
@@ -36,7 +55,7 @@ def forward(call: Call, plan: Plan) -> Output:
     return Output.alone(y)
 
 
-def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
+def _backward(call: Call, dy: Tensor) -> tuple[Any, ...]:
     dtype = row_dtype(call.q)
     k, v = call.k.to(dtype), call.v.to(dtype)
     dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
@@ -95,5 +114,4 @@ def fake(call: Call, facts: Facts) -> Output:
     return Output.alone(torch.empty_like(call.q))
 
 
-_GUARDED_ON = ("cpu", "cuda")
-run = register("blocked", guarded(forward, _GUARDED_ON), guarded_backward(forward, backward, _GUARDED_ON), fake)
+run = register("blocked", forward, backward, fake)

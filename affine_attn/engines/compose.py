@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
-from affine_attn.core.nonfinite import guarded, guarded_backward
+from affine_attn.core.nonfinite import all_finite, careful, careful_gradients, is_clean
 from affine_attn.core.spec import LogN
 from affine_attn.core.stages import row_dtype
 from affine_attn.engines import needs
@@ -48,10 +48,27 @@ def compose(
         epilogue = _epilogue(plan)
         begun = epilogue.begin(call)
         o, z = attend(scaled, plan.forward)
-        output = epilogue.apply_epilogue(call, _like_q(o, call), z.contiguous(), begun)
-        return output._replace(y=_like_q(output.y, call))
+        # Bad values make o bad. Bad scores may be hidden, since the CPU's operator takes rows of NaN for empty ones.
+        if is_guarded(call) and not (all_finite(call.q, call.k, o) or is_clean(call)):
+            return careful(call, lambda clean: forward(clean, plan))
+        # Kernels read contiguous row statistics; torch takes them as they come.
+        z = z.contiguous() if plan.epilogue == "kernels" else z
+        output = epilogue.apply_epilogue(call, _like_q(o, call), z, begun)
+        y = _like_q(output.y, call)
+        return output if y is output.y else output._replace(y=y)
+
+    def is_guarded(call: Call) -> bool:
+        return call.q.device.type in guarded_on
 
     def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
+        gradients = run_backward(call, plan, dy, output)
+        if not is_guarded(call) or all_finite(call.q, call.k, gradients[0]) or is_clean(call):
+            return gradients
+        return careful_gradients(
+            call, dy, lambda clean: forward(clean, plan), lambda clean, output: run_backward(clean, plan, dy, output)
+        )
+
+    def run_backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> tuple[Any, ...]:
         scaled = row_scaled(call, plan.epilogue == "kernels")
         if plan.backward == "sm90" and whole_backward is not None:
             dq, *rest = whole_backward(scaled, dy, output)
@@ -71,7 +88,7 @@ def compose(
         epilogue = eager if needs.epilogue(facts) else launch
         return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, epilogue.new_saved_sums(call))
 
-    return register(name, guarded(forward, guarded_on), guarded_backward(forward, backward, guarded_on), fake)
+    return register(name, forward, backward, fake)
 
 
 def _epilogue(plan: Plan) -> ModuleType:

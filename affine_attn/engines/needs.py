@@ -5,6 +5,7 @@ would run is known without it. Those that choose an engine are also asked while 
 operator; those of ``Sizes`` of real tensors alone, inside of it.
 """
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -44,6 +45,7 @@ def _triton_problem() -> str | None:
 
 # A constant of the process, so that a compiler has nothing to look up.
 _TRITON_PROBLEM = _triton_problem()
+_HOPPER = (9, 0)
 _NO_CUDA = "Triton kernels need a CUDA device"
 
 
@@ -62,11 +64,14 @@ MACHINES = {
 }
 
 
-def machine_of(device: torch.device, is_tracing: bool) -> Machine:
+def machine_of(device: torch.device, is_interpreted: bool, is_tracing: bool = False) -> Machine:
     problem = _TRITON_PROBLEM
-    if problem is None and device.type != "cuda" and not launch.INTERPRETED:
+    if problem is None and device.type != "cuda" and not is_interpreted:
         problem = _NO_CUDA
     return Machine(device.type, None if is_tracing else capability(device), problem)
+
+
+_known_machine = functools.cache(machine_of)
 
 
 class Process(NamedTuple):
@@ -83,38 +88,37 @@ def process() -> Process:
 class Questions:
     """Comparisons of sizes, each made when it is asked: to a compiler it is a guard, to an export a constraint."""
 
-    __slots__ = ("call",)
+    __slots__ = ("batch", "heads", "keys", "queries")
 
     def __init__(self, call: Call):
-        self.call = call
+        self.batch, self.heads, self.queries, _ = call.q.shape
+        self.keys = call.k.shape[2]
 
     @property
     def is_empty(self) -> bool:
         """No sequence, no query or no key."""
-        q = self.call.q.shape
-        return 0 in (q[0], q[2], self.call.k.shape[2])
+        return 0 in (self.batch, self.queries, self.keys)
 
     @property
     def is_overlong(self) -> bool:
         """More queries than keys."""
-        return self.call.q.shape[2] > self.call.k.shape[2]
+        return self.queries > self.keys
 
     @property
     def is_single(self) -> bool:
         """One query."""
-        return self.call.q.shape[2] == 1
+        return self.queries == 1
 
     @property
     def is_short(self) -> bool:
         """No more queries than the decode engine takes."""
-        return 0 < self.call.q.shape[2] <= MAX_QUERIES
+        return 0 < self.queries <= MAX_QUERIES
 
     @property
     def is_crowded(self) -> bool:
         """More heads of all sequences together than a grid has places."""
         # Said of the batch alone: torch.export can name no limit of a product.
-        q = self.call.q.shape
-        return q[0] > MOST_HEADS // max(q[1], 1)
+        return self.batch > MOST_HEADS // max(self.heads, 1)
 
 
 class Answers(NamedTuple):
@@ -130,6 +134,7 @@ class Answers(NamedTuple):
 class Facts(NamedTuple):
     """What the choice of an engine depends on, and the key under which it is remembered."""
 
+    is_traced: bool  # which then is not remembered: a cached function must not be traced
     machine: Machine
     flash: str | None  # what torch's flash operators have been replaced by
     is_deterministic: bool
@@ -170,12 +175,19 @@ def is_traced(call: Call) -> bool:
 def facts_of(call: Call, machine: Machine | None = None) -> Facts:
     is_tracing = is_traced(call)
     q, sizes = call.q, Questions(call)
+    if machine is None:
+        machine = (
+            machine_of(q.device, launch.INTERPRETED, is_tracing=True)
+            if is_tracing
+            else _known_machine(q.device, launch.INTERPRETED)
+        )
     # Not while a compiler traces: it would put the question into every graph.
     has_transforms = not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
     return Facts(
-        machine or machine_of(q.device, is_tracing),
+        is_tracing,
+        machine,
         current_flash_attention_impl(),
         not is_tracing and must_be_deterministic(),
         has_transforms,
@@ -196,7 +208,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
 
 
 def sizes_of(call: Call, f: Facts) -> Sizes:
-    if f.machine.capability != (9, 0):
+    if f.machine.capability != _HOPPER:
         return NO_SIZES
     q, gate = call.q, call.gate
     is_elementwise = gate is not None and gate_kind(gate) == ELEMENTWISE
@@ -403,7 +415,7 @@ def sm90(f: Facts, s: Sizes) -> str | None:
     """What any kernel for Hopper needs, forward or backward."""
     if (reason := epilogue(f)) is not None:
         return reason
-    if f.machine.capability != (9, 0):
+    if f.machine.capability != _HOPPER:
         return "kernels for Hopper are for GPUs of compute capability 9.0"
     if f.dtype == torch.float32 or f.head_dim not in SM90_STAGES:
         return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, SM90_STAGES))}"

@@ -20,7 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, logit_of_kind
-from affine_attn.engines.needs import Facts, facts_of, is_traced, sizes_of
+from affine_attn.engines.needs import Facts, facts_of, sizes_of
 from affine_attn.engines.plan import Plan, facts_now, kernels
 from affine_attn.errors import UserError
 
@@ -193,7 +193,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             return (None, None, *gradients)
 
     def run(call: Call, facts: Facts) -> Tensor:
-        if is_traced(call):
+        if facts.is_traced:
             return op(*Flat.of(call))[0]
         return Eager.apply(call, facts, *call.tensors) if facts.has_grad else planned(call, facts).y
 
@@ -218,13 +218,14 @@ def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
         return forward(call, kernels(name, facts, sizes_of(call, facts)))
 
     op = _operator(name, planned, fake)
-    return lambda call, facts: op(*Flat.of(call))[0] if is_traced(call) else planned(call, facts).y
+    return lambda call, facts: op(*Flat.of(call))[0] if facts.is_traced else planned(call, facts).y
 
 
 def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     def run(*flat) -> tuple[Tensor, ...]:
         call = Flat(*flat).call()
-        return tuple(planned(call, facts_of(call)))
+        output = planned(call, facts_of(call))
+        return tuple(output._replace(saved_lse=output.saved_lse.contiguous()))  # as its fake promises
 
     def run_fake(*flat) -> tuple[Tensor, ...]:
         call = Flat(*flat).call()

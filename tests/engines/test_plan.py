@@ -187,7 +187,7 @@ def _entered(function) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "mask", "most"),
-    [("softmax", "causal", 56), ("affine", "causal", 77)],
+    [("softmax", "causal", 40), ("affine", "causal", 51)],
 )
 @torch.no_grad()
 def test_a_call_of_a_known_kind_enters_few_functions(name, mask, most):

@@ -88,7 +88,7 @@ MUTATIONS: dict[str, Mutation] = {
         EPILOGUE, "dsink.sum((0, 2)) if", "dsink.to(call.q.dtype).sum((0, 2)) if", _ROUNDED_ONCE
     ),
     "row statistics are sums of rounded products": Mutation(
-        EPILOGUE, "g, o_rows = dy[:, :, rows].to(dtype), ", "g, o_rows = dy[:, :, rows], ", _ROUNDED_ONCE
+        EPILOGUE, "g, o_rows = _rows(dy, rows).to(dtype), ", "g, o_rows = _rows(dy, rows), ", _ROUNDED_ONCE
     ),
     "a sink of -inf on a row without keys, in a kernel": Mutation(
         KERNELS, 'tl.where(b_lse == float("-inf"), 0.0, tl.sigmoid(b_lse - b_sink))', "tl.sigmoid(b_lse - b_sink)",

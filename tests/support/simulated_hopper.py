@@ -19,7 +19,7 @@ on_hopper = pytest.mark.skipif(
 def simulate(monkeypatch):
     """Turns to the simulated kernels, in the order of a seed; ``forward``, ``backward`` and ``rows`` may change their
     source."""
-    monkeypatch.setattr(needs, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(needs, "_known_machine", lambda device, _: needs.Machine(device.type, (9, 0), None))
     return partial(_turn_to, monkeypatch)
 
 

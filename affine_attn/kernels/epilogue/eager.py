@@ -38,9 +38,13 @@ def combine(
     o: Tensor, u: Tensor | None, alpha: Tensor | None, beta: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """gate * (alpha * o' + beta * u) in ``dtype``; o [B, H, T, D], u [B, Hkv, T or 1, D]."""
-    y = o.to(dtype) if alpha is None else o * alpha.to(dtype)[..., None]
+    y = o.to(dtype) if alpha is None else o * alpha.to(dtype).unsqueeze(-1)
     if u is not None and beta is not None:
-        y = torch.addcmul(_groups(y, u), _groups(beta.to(dtype), u)[..., None], u[:, :, None]).flatten(1, 2)
+        beta = beta.to(dtype).unsqueeze(-1)
+        if u.shape[1] == y.shape[1]:
+            y = torch.addcmul(y, beta, u)
+        else:
+            y = torch.addcmul(_groups(y, u), _groups(beta, u), u.unsqueeze(2)).flatten(1, 2)
     return y if gate is None else y * gate.to(dtype)
 
 
@@ -53,11 +57,15 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Outp
     o, z = rescale_by_sink(o, z, call)
     if call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, o.new_empty(0), z, z.new_empty(0))
-    y = torch.empty_like(call.q)
-    dtype = row_dtype(call.q)
+    dtype, y = row_dtype(call.q), None
     for rows, u in _value_tiles(call):
-        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-        y[:, :, rows] = combine(o[:, :, rows], u, alpha, beta, gate, dtype)
+        if rows is None:
+            y = combine(o, u, call.alpha, call.beta, call.gate, dtype).to(call.q.dtype)
+        else:
+            y = torch.empty_like(call.q) if y is None else y
+            alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
+            y[:, :, rows] = combine(_rows(o, rows), u, alpha, beta, gate, dtype)
+    assert y is not None  # there is a tile, if an empty one
     return Output(y, o, z, z.new_empty(0))
 
 
@@ -67,28 +75,41 @@ class RowGradients:
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.lse = call, output.saved_lse
         self.out = o = output.saved_out if output.saved_out.numel() else output.y
-        dtype = row_dtype(call.q)
-        self.do = torch.empty_like(call.q)
-        # <gate * dy, o'>: dalpha, and the sink's gradient up to row factors.
-        self.along_o = torch.empty(call.q.shape[:3], dtype=dtype, device=call.q.device)
-        self.dbeta = None if call.beta is None else torch.empty_like(self.along_o)
-        self.dgate = None if call.gate is None else torch.empty_like(call.gate)
-        values = (*call.v.shape[:2], *call.q.shape[2:])
-        self.du = None if call.beta is None else torch.empty(values, dtype=dtype, device=o.device)
-        for rows, u in _value_tiles(call):
-            alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
-            # In fp32 before any multiplication: 16-bit results would be rounded to 16 bits.
-            g, o_rows = dy[:, :, rows].to(dtype), o[:, :, rows]
-            if gate is not None:
-                per_entry = g * combine(o_rows, u, alpha, beta, None, dtype)
-                self.dgate[:, :, rows] = per_entry.sum(-1, keepdim=True) if gate.shape[-1] == 1 else per_entry
-                g = g * gate
-            self.do[:, :, rows] = g if alpha is None else g * alpha[..., None]
-            self.along_o[:, :, rows] = (g * o_rows).sum(-1)
-            if beta is not None and u is not None:
+        self.along_o = self.dbeta = self.dgate = self.du = None
+        has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
+        if not has_rows and not isinstance(call.sink, Tensor):
+            # A constant sink is in out and lse already.
+            self.do = _dense_like(call.q, dy)
+            return
+        parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
+        found = parts[0] if len(parts) == 1 else (_joined(x) for x in zip(*parts, strict=True))
+        do, self.along_o, self.dbeta, self.dgate, self.du = found
+        self.do = _dense_like(call.q, do)
+
+    def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Tensor | None, ...]:
+        """Return do, <gate * dy, o'> (dalpha, and the sink's gradient up to row factors), dbeta, dgate and du."""
+        call, dtype = self.call, row_dtype(self.call.q)
+        alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
+        # In fp32 before any multiplication: 16-bit results would be rounded to 16 bits.
+        g, o_rows = _rows(dy, rows).to(dtype), _rows(o, rows)
+        dgate = dbeta = du = along_o = None
+        if gate is not None:
+            dgate = g * combine(o_rows, u, alpha, beta, None, dtype)
+            dgate = (dgate.sum(-1, keepdim=True) if gate.shape[-1] == 1 else dgate).to(gate.dtype)
+            g = g * gate
+        if alpha is not None or isinstance(call.sink, Tensor):
+            along_o = (g * o_rows).sum(-1)
+        if beta is not None and u is not None:
+            beta = beta.to(dtype).unsqueeze(-1)
+            if u.shape[1] == g.shape[1]:
+                dbeta, du = (g * u).sum(-1), g * beta
+            else:
                 groups = _groups(g, u)
-                self.dbeta[:, :, rows] = (groups * u[:, :, None]).sum(-1).flatten(1, 2)
-                self.du[:, :, rows] = (groups * _groups(beta.to(dtype), u)[..., None]).sum(2)
+                dbeta = (groups * u.unsqueeze(2)).sum(-1).flatten(1, 2)
+                du = (groups * _groups(beta, u)).sum(2)
+        do = g if alpha is None else g * alpha.unsqueeze(-1)
+        # In q's type at once: tiles are kept until all are there.
+        return do.to(call.q.dtype), along_o, dbeta, dgate, du
 
     @contextmanager
     def incoming(self) -> Iterator[Tensor]:
@@ -102,14 +123,15 @@ class RowGradients:
             dv = (dv + _values_backward(self.du, call)).to(call.v.dtype)
         dsink = None
         if isinstance(call.sink, Tensor):
+            assert self.along_o is not None
             along = self.along_o if call.alpha is None else self.along_o * call.alpha
             # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
             sink = sink_rows(call, slice(None))
             assert sink is not None  # call.sink is a tensor
             dsink = -torch.exp(torch.where(self.lse == sink, 0.0, sink - self.lse)) * along
             dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
-        dalpha = None if call.alpha is None else self.along_o.to(call.alpha.dtype)
-        dbeta = None if self.dbeta is None else self.dbeta.to(call.beta.dtype)
+        dalpha = None if call.alpha is None or self.along_o is None else self.along_o.to(call.alpha.dtype)
+        dbeta = None if call.beta is None or self.dbeta is None else self.dbeta.to(call.beta.dtype)
         return dq, dk, dv, dsink, dalpha, dbeta, self.dgate
 
 
@@ -118,33 +140,60 @@ def new_saved_sums(call: Call) -> Tensor:
     return torch.empty(0, dtype=row_dtype(call.q), device=call.q.device)
 
 
-def _value_tiles(call: Call) -> Iterator[tuple[slice, Tensor | None]]:
-    """(rows, u of these rows [B, Hkv, rows or 1, D]); u is None where the call has no beta."""
-    per_token = call.q.shape[0] * call.heads * call.q.shape[3]
-    step = call.tq if call.q.device.type != "cpu" else max(16, _TILE_ENTRIES // max(per_token, 1))
-    dtype, older = row_dtype(call.v), call.tk - call.tq
-    carry = None
-    if call.beta is not None:
-        seen_by_all = slice(0, older) if call.mask.causal else slice(0, call.tk)
-        carry = call.v[:, :, seen_by_all].sum(2, keepdim=True, dtype=dtype)
-    for start in range(0, call.tq, step):
-        rows = slice(start, min(start + step, call.tq))
+def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
+    """(rows, u of these rows [B, Hkv, rows or 1, D]); rows are None for all, u where the call has no beta."""
+    v, beta, older = call.v, call.beta, call.tk - call.tq
+    batch, heads, queries, dim = call.q.shape
+    step = max(16, _TILE_ENTRIES // max(batch * heads * dim, 1)) if call.q.device.type == "cpu" else queries
+    if beta is None:
+        carry = None
+    elif not call.mask.causal:
+        carry = v.sum(2, keepdim=True, dtype=row_dtype(v))
+    elif queries <= step and older == 0:
+        yield None, v.cumsum(2, dtype=row_dtype(v))
+        return
+    else:
+        carry = v[:, :, :older].sum(2, keepdim=True, dtype=row_dtype(v))
+    if queries <= step:
+        if carry is not None and call.mask.causal:
+            carry = v[:, :, older:].cumsum(2, dtype=carry.dtype).add_(carry)
+        yield None, carry
+        return
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
         u = carry
         if carry is not None and call.mask.causal:
-            u = call.v[:, :, older + rows.start : older + rows.stop].cumsum(2, dtype=dtype).add_(carry)
+            u = v[:, :, older + rows.start : older + rows.stop].cumsum(2, dtype=carry.dtype).add_(carry)
             carry = u[:, :, -1:]
         yield rows, u
+
+
+def _dense_like(q: Tensor, x: Tensor) -> Tensor:
+    """Return x as a stock backward reads it: the gradient of a sum, say, is one number everywhere."""
+    return x if x.stride() == q.stride() or x.is_contiguous() else torch.empty_like(q).copy_(x)
+
+
+def _rows(x: Tensor, rows: slice | None) -> Tensor:
+    return x if rows is None else x[:, :, rows]
+
+
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Join what tiles of rows have given."""
+    there = [x for x in parts if x is not None]
+    return torch.cat(there, 2) if there else None
 
 
 def _values_backward(du: Tensor, call: Call) -> Tensor:
     """The transpose of u = prefix sums of v: reverse prefix sums of du, [B, Hkv, Tk, D]."""
     if not call.mask.causal:
         return du.sum(2, keepdim=True).expand(-1, -1, call.tk, -1)
-    sums = du.flip(2).cumsum(2).flip(2)
+    sums = du if du.shape[2] == 1 else du.flip(2).cumsum(2).flip(2)
+    if call.tk == call.tq:
+        return sums
     older = sums[:, :, :1].expand(-1, -1, call.tk - call.tq, -1)
     return torch.cat((older, sums), 2)
 
 
 def _groups(x: Tensor, u: Tensor) -> Tensor:
     """[B, H, ...] -> [B, Hkv, g, ...]."""
-    return x.unflatten(1, (u.shape[1], -1))
+    return x.view(x.shape[0], u.shape[1], x.shape[1] // u.shape[1], *x.shape[2:])
