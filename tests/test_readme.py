@@ -22,7 +22,7 @@ from affine_attn.distill.run import run
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
 from benchmarks.readme import documents, rewrite
-from docs import gallery
+from docs import call, gallery
 from tests.support.tiny_runs import counting_shards, tiny
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +88,13 @@ def test_the_tutorial_on_analysis_runs():
 @pytest.mark.parametrize("name", ["masks", "engines"])
 def test_the_pages_on_concepts_run(name):
     run_all((DOCS / f"{name}.md").read_text())
+
+
+def test_the_plans_of_three_calls_are_what_explain_prints():
+    """``python -m docs.call`` writes them again. None depends on this machine."""
+    page = call.PAGE.read_text()
+    assert page.count("```text") == 3
+    assert call.written(page) == page
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 KERNELS = {
-    "sm90": "the kernel for Hopper, all stages in one",
+    "sm90": "the kernel for Hopper, with all stages in it",
     "cudnn": "PyTorch's cuDNN operator",
     "flash2": "PyTorch's flash operator",
     "flash_for_cpu": "PyTorch's flash operator for the CPU",
@@ -159,14 +159,17 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
 
 
 def _epilogue(plan: Plan, f: Facts) -> str:
+    if plan.forward == "sm90" and plan.backward in ("sm90", None):
+        return "in the kernel itself"
     if plan.forward == "sm90":
-        return f"in the forward itself; {EPILOGUES[plan.epilogue or 'kernels']} where the backward has it apart"
+        return "in the forward itself, fused kernels in the backward"
     if plan.epilogue is None:
         return "in the forward itself"
     if not (f.has_sink or f.has_alpha or f.has_beta or f.has_gate):
         return "none, as there is no stage after the attention"
     reason = needs.epilogue(f)
-    return EPILOGUES[plan.epilogue] + (f", since {reason}" if reason is not None else "")
+    text = EPILOGUES[plan.epilogue] + (f", since {reason}" if reason is not None else "")
+    return f"{text}, in the backward itself" if plan.backward == "sm90" else text
 
 
 def _idle(kernel: str, name: str, f: Facts) -> str:
