@@ -62,7 +62,8 @@ def compose(
 
     def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         gradients = run_backward(call, plan, dy, output)
-        if not is_guarded(call) or all_finite(call.q, call.k, gradients[0]) or is_clean(call):
+        # Products with bad keys and values make dq bad, those with bad queries dk.
+        if not is_guarded(call) or all_finite(*gradients[:2]) or is_clean(call):
             return gradients
         return careful_gradients(
             call, dy, lambda clean: forward(clean, plan), lambda clean, output: run_backward(clean, plan, dy, output)

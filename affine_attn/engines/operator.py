@@ -147,7 +147,8 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
 
     def setup_context(ctx, inputs, output):
         tensors, ctx.options = inputs[:10], inputs[10:]
-        ctx.save_for_backward(*_saved(Output(*output)), *tensors)
+        y, *rest = output = Output(*output)
+        ctx.save_for_backward(y if _keeps_y(output) else y.new_empty(0), *rest, *tensors)
         ctx.set_materialize_grads(False)
 
     def autograd_backward(ctx, dy, *_):
@@ -168,9 +169,10 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             output = planned(call, facts)
             # Of the call the options and the mask alone: what else it holds is saved, where hooks can see it.
             ctx.facts, ctx.options, ctx.mask = facts, call.options, call.mask
-            ctx.save_for_backward(*_saved(output), *tensors, *call.mask.tensors.values())
+            y, *rest = output
+            ctx.save_for_backward(y if _keeps_y(output) else None, *rest, *tensors, *call.mask.tensors.values())
             ctx.set_materialize_grads(False)
-            return output.y
+            return y
 
         # torch declares *grad_outputs and documents naming them, as here.
         @staticmethod
@@ -186,7 +188,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             call = Call.of(ctx.options, ctx.mask, *tensors[:7])
             if torch.is_grad_enabled():
                 # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
-                found = op_backward(dy, y, out, lse, sums, *Flat.of(call))
+                found = op_backward(dy, lse.new_empty(0) if y is None else y, out, lse, sums, *Flat.of(call))
                 gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
             else:
                 gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
@@ -200,10 +202,9 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     return run
 
 
-def _saved(output: Output) -> Output:
-    """What is kept of an output: y only where it doubles as the attention output that the backward needs."""
-    _, out, lse, _ = output
-    return output if lse.numel() and not out.numel() else output._replace(y=lse.new_empty(0))
+def _keeps_y(output: Output) -> bool:
+    """Return True where y doubles as the attention output that the backward needs."""
+    return output.saved_lse.numel() > 0 and not output.saved_out.numel()
 
 
 def _no_second_derivative(ctx, *_):

@@ -153,6 +153,7 @@ BAD: dict[str, tuple[Callable, str]] = {
         call(impl="flex", q=Q.clone().requires_grad_()),
         r"^impl='flex' cannot run this call: .*no backward on the CPU",
     ),
+    "machine": (lambda: explain(Q, K, V, on="sm75"), r"^on must be None or one of \['cpu', 'sm80', .*got 'sm75'"),
     # specs
     "tau_0": (lambda: ScaleInvariant(tau=0.0), r"tau must be a number > 0, got 0"),
     "tau_negative": (lambda: ScaleInvariant(tau=-1.0), r"tau must be a number > 0, got -1"),
