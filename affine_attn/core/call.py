@@ -106,14 +106,20 @@ class Output(NamedTuple):
     """What a forward returns: the result, and what its backward will be given."""
 
     y: Tensor
-    saved_out: Tensor  # attention output after the sink; empty where y itself is that
-    saved_lse: Tensor  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; empty where the engine recomputes
-    saved_sums: Tensor  # sums of tiles of v; empty where nothing needs them
+    saved_out: Tensor | None = None  # attention output after the sink; None where y itself is that
+    saved_lse: Tensor | None = None  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; None: it recomputes
+    saved_sums: Tensor | None = None  # sums of tiles of v; None where nothing needs them
 
-    @classmethod
-    def alone(cls, y: Tensor) -> "Output":
-        """Return the output of an engine whose backward recomputes everything, or that has none."""
-        return cls(y, *(y.new_empty(0) for _ in range(3)))
+    @property
+    def attended(self) -> Tensor:
+        """The attention output after the sink."""
+        return self.y if self.saved_out is None else self.saved_out
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of an engine that does not recompute."""
+        assert self.saved_lse is not None
+        return self.saved_lse
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -52,7 +52,7 @@ def _forward(call: Call) -> Output:
         w = weights(p, visible, rows_of(call.alpha, rows), rows_of(call.beta, rows))
         out = grouped_matmul(w, v[:, :, keys])
         y[:, :, rows] = out if call.gate is None else out * call.gate[:, :, rows]
-    return Output.alone(y)
+    return Output(y)
 
 
 def _backward(call: Call, dy: Tensor) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
 
 
 def fake(call: Call, facts: Facts) -> Output:
-    return Output.alone(torch.empty_like(call.q))
+    return Output(torch.empty_like(call.q))
 
 
 run = register("blocked", forward, backward, fake)

@@ -76,7 +76,7 @@ def compose(
         else:
             rows = _epilogue(plan).RowGradients(call, dy, output)
             with rows.incoming() as do:
-                gradients = attend_backward(scaled, plan.backward, do, rows.out, output.saved_lse)
+                gradients = attend_backward(scaled, plan.backward, do, rows.out, output.lse)
             dq, *rest = rows.finish(*gradients)
         if isinstance(call.logit, LogN):
             _times_row_scale(call, dq, dq, plan.epilogue == "kernels")
@@ -87,7 +87,7 @@ def compose(
         z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
         is_plain = call.alpha is None and call.beta is None and call.gate is None
         epilogue = eager if needs.epilogue(facts) else launch
-        return Output(y, y.new_empty(0) if is_plain else torch.empty_like(y), z, epilogue.new_saved_sums(call))
+        return Output(y, None if is_plain else torch.empty_like(y), z, epilogue.new_saved_sums(call))
 
     return register(name, forward, backward, fake)
 

@@ -19,11 +19,11 @@ def forward(call: Call, plan: Plan, splits: int | None = None) -> Output:
     call = row_scaled(call, is_fused=True)
     y = torch.empty_like(call.q)
     launch.run(*launches(call, y, splits))
-    return Output.alone(y)
+    return Output(y)
 
 
 def fake(call: Call, facts: Facts) -> Output:
-    return Output.alone(torch.empty_like(call.q))
+    return Output(torch.empty_like(call.q))
 
 
 run = register_inference("decode", forward, fake)

@@ -125,7 +125,8 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         call = Flat(*flat).call()
         # Gradients are asked for, whatever the grad mode is inside of an operator.
-        gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, Output(y, out, lse, sums))
+        saved = Output(y, *(x if x.numel() else None for x in (out, lse, sums)))
+        gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, saved)
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
             dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
@@ -147,8 +148,9 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
 
     def setup_context(ctx, inputs, output):
         tensors, ctx.options = inputs[:10], inputs[10:]
-        y, *rest = output = Output(*output)
-        ctx.save_for_backward(y if _keeps_y(output) else y.new_empty(0), *rest, *tensors)
+        y, out, lse, sums = output
+        # y is kept only where it doubles as the attention output that the backward needs.
+        ctx.save_for_backward(y if lse.numel() and not out.numel() else lse.new_empty(0), out, lse, sums, *tensors)
         ctx.set_materialize_grads(False)
 
     def autograd_backward(ctx, dy, *_):
@@ -169,8 +171,9 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             output = planned(call, facts)
             # Of the call the options and the mask alone: what else it holds is saved, where hooks can see it.
             ctx.facts, ctx.options, ctx.mask = facts, call.options, call.mask
-            y, *rest = output
-            ctx.save_for_backward(y if _keeps_y(output) else None, *rest, *tensors, *call.mask.tensors.values())
+            y, *saved = output
+            kept = y if output.saved_out is None and output.saved_lse is not None else None
+            ctx.save_for_backward(kept, *saved, *tensors, *call.mask.tensors.values())
             ctx.set_materialize_grads(False)
             return y
 
@@ -188,7 +191,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             call = Call.of(ctx.options, ctx.mask, *tensors[:7])
             if torch.is_grad_enabled():
                 # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
-                found = op_backward(dy, lse.new_empty(0) if y is None else y, out, lse, sums, *Flat.of(call))
+                found = op_backward(dy, *_filled(Output(y, out, lse, sums)), *Flat.of(call))
                 gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
             else:
                 gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
@@ -202,9 +205,18 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     return run
 
 
-def _keeps_y(output: Output) -> bool:
-    """Return True where y doubles as the attention output that the backward needs."""
-    return output.saved_lse.numel() > 0 and not output.saved_out.numel()
+def _filled(output: Output) -> tuple[Tensor, ...]:
+    """Return an output as an operator has it: what is not there is an empty tensor, and row statistics are dense."""
+    y, out, lse, sums = output
+    of_rows = y if lse is None else lse
+    assert of_rows is not None  # y is left out only where there are row statistics
+    like_y = of_rows if y is None else y
+    return (
+        like_y.new_empty(0) if y is None else y,
+        like_y.new_empty(0) if out is None else out,
+        of_rows.new_empty(0) if lse is None else lse.contiguous(),
+        of_rows.new_empty(0) if sums is None else sums,
+    )
 
 
 def _no_second_derivative(ctx, *_):
@@ -225,12 +237,11 @@ def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
 def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     def run(*flat) -> tuple[Tensor, ...]:
         call = Flat(*flat).call()
-        output = planned(call, facts_of(call))
-        return tuple(output._replace(saved_lse=output.saved_lse.contiguous()))  # as its fake promises
+        return _filled(planned(call, facts_of(call)))
 
     def run_fake(*flat) -> tuple[Tensor, ...]:
         call = Flat(*flat).call()
-        return tuple(fake(call, facts_of(call)))
+        return _filled(fake(call, facts_of(call)))
 
     schema = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(f"affine_attn::{name}", run, mutates_args=(), schema=schema)

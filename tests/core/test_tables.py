@@ -86,10 +86,11 @@ def test_fsdp_with_mixed_precision_sorts_once(sorts, tmp_path):
             fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
         x, mask, seen = torch.randn(1, 9, 16), Mask(documents=IDS.clone()), []
         for layer in layers:
-            layer.alpha.register_forward_pre_hook(lambda *_: None)
             layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
             x = layer(x, mask).float()
         x.sum().backward()
+        assert seen[0] is not seen[1]  # each layer has a mask of its own
+        assert seen[0].documents is mask.documents
     finally:
         dist.destroy_process_group()
     assert len(sorts) == 1
@@ -217,3 +218,25 @@ def test_tokens_after_the_last_document_are_one_of_their_own():
 def test_packed_says_what_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):
         Mask.packed(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_replayed_with_other_documents():
+    inputs = random_inputs(SPECS["affine"], Shape(1, 4, 2, 300, 300, 64), torch.bfloat16, "cuda")
+    first, second = (torch.arange(300, device="cuda")[None] // length for length in (70, 110))
+    documents = first.clone()
+    mask = Mask(documents=documents)
+    warm_up = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(warm_up):
+        for _ in range(3):
+            attention(**inputs, mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = attention(**inputs, mask=mask)
+    for ids in (second, first):
+        documents.copy_(ids)
+        graph.replay()
+        with torch.no_grad():
+            expected = attention(**inputs, mask=Mask(documents=ids.clone()))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)

@@ -18,7 +18,7 @@ from affine_attn.engines import flex
 from affine_attn.engines.operator import on_its_device
 from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
-from affine_attn.kernels.device import kept
+from affine_attn.kernels.device import cached
 from affine_attn.kernels.epilogue import eager
 from tests.support.cases import CASES, MASKS, SINKS, SPECS, Case
 from tests.support.fp32_sums import assert_fp32_sums
@@ -225,7 +225,7 @@ def test_threads_share_one_table():
     """A kernel of one thread may still read what another would replace."""
     made = []
 
-    @kept
+    @cached
     def table(size: int) -> object:
         made.append(size)
         time.sleep(0.05)

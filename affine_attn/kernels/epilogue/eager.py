@@ -13,6 +13,7 @@ the cache through all its operations.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Outp
     """Return y and what the backward needs, for masks without window, documents, padding or lengths and Tq <= Tk."""
     o, z = rescale_by_sink(o, z, call)
     if call.alpha is None and call.beta is None and call.gate is None:
-        return Output(o, o.new_empty(0), z, z.new_empty(0))
+        return Output(o, None, z)
     dtype, y = row_dtype(call.q), None
     for rows, u in _value_tiles(call):
         if rows is None:
@@ -66,15 +67,15 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Outp
             alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
             y[:, :, rows] = combine(_rows(o, rows), u, alpha, beta, gate, dtype)
     assert y is not None  # there is a tile, if an empty one
-    return Output(y, o, z, z.new_empty(0))
+    return Output(y, o, z)
 
 
 class RowGradients:
     """Gradients of sink, alpha, beta and gate, and what beta adds to dv."""
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
-        self.call, self.lse = call, output.saved_lse
-        self.out = o = output.saved_out if output.saved_out.numel() else output.y
+        self.call, self.lse = call, output.lse
+        self.out = o = output.attended
         self.along_o = self.dbeta = self.dgate = self.du = None
         has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
         if not has_rows and not isinstance(call.sink, Tensor):
@@ -82,11 +83,11 @@ class RowGradients:
             self.do = _dense_like(call.q, dy)
             return
         parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
-        found = parts[0] if len(parts) == 1 else (_joined(x) for x in zip(*parts, strict=True))
-        do, self.along_o, self.dbeta, self.dgate, self.du = found
-        self.do = _dense_like(call.q, do)
+        do, *found = zip(*parts, strict=True)
+        self.do = _dense_like(call.q, do[0] if len(do) == 1 else torch.cat(do, 2))
+        self.along_o, self.dbeta, self.dgate, self.du = (x[0] if len(x) == 1 else _joined(x) for x in found)
 
-    def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Tensor | None, ...]:
+    def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Any, ...]:
         """Return do, <gate * dy, o'> (dalpha, and the sink's gradient up to row factors), dbeta, dgate and du."""
         call, dtype = self.call, row_dtype(self.call.q)
         alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))

@@ -72,7 +72,7 @@ def begin(call: Call) -> Begun:
 def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
     """Return y and what the backward needs; (o, z) of the attention are overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
-        return Output(o, o.new_empty(0), z, z.new_empty(0))
+        return Output(o, None, z)
     tiling = begun.tiling
     if begun.value_sums is not None:
         with begun.beside:
@@ -97,7 +97,7 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
         **tiling.constants(call, tiling.tile.columns),
     }  # fmt: skip
     run(Launch("epilogue.kernels.epilogue_kernel", grid, arguments))
-    return Output(y, o.new_empty(0) if in_place else o, lse, before)
+    return Output(y, None if in_place else o, lse, before)
 
 
 class RowGradients:
@@ -108,7 +108,7 @@ class RowGradients:
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.output = call, output
-        self.out = o = output.saved_out if output.saved_out.numel() else output.y
+        self.out = o = output.attended
         # A constant sink is in out and lse already.
         stages = (call.alpha, call.beta, call.gate)
         self.is_plain = not isinstance(call.sink, Tensor) and all(x is None for x in stages)

@@ -52,7 +52,7 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     rows.launch()
     try:
         sums = new_sums(call, rows)
-        launch(call, output.saved_lse, rows, sums, dk, dv)
+        launch(call, output.lse, rows, sums, dk, dv)
     finally:
         if rows.do is dy:  # of which rows are negated, and which is the caller's
             epilogue.negate_rows(call, dy)
@@ -69,7 +69,7 @@ class Preprocess:
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
         self.call, self.dy, self.output = call, dy, output
-        self.o = _copyable(output.saved_out if output.saved_out.numel() else output.y)
+        self.o = _copyable(output.attended)
         batch, heads, queries, head_dim = call.q.shape
         # Tokens of an item, and items of a kv head.
         self.tokens = TILE_ROWS * TILE_COLUMNS // head_dim
