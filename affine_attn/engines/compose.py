@@ -62,7 +62,7 @@ def compose(
 
     def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         gradients = run_backward(call, plan, dy, output)
-        # Products with bad keys and values make dq bad, those with bad queries dk.
+        # Matmuls with bad keys and values make dq bad, those with bad queries dk.
         if not is_guarded(call) or all_finite(*gradients[:2]) or is_clean(call):
             return gradients
         return careful_gradients(

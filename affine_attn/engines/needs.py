@@ -50,7 +50,7 @@ _NO_CUDA = "Triton kernels need a CUDA device"
 
 
 class Machine(NamedTuple):
-    """Where a call runs."""
+    """The machine that a call runs on."""
 
     device: str
     capability: tuple[int, int] | None  # of an NVIDIA GPU, (0, 0) of all else; None while tracing, which cannot ask
