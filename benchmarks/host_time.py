@@ -5,6 +5,9 @@ F.scaled_dot_product_attention. Of every tree, this one and the commit's, a proc
 turns, and in each so do ours and the peer. What counts is CPU time, with one thread; a number is the median of the
 rounds, ratios are taken within a round.
 
+With ``--cuda`` the cases are small eager calls on a GPU and their wall time, which goes to host-time-cuda.csv.
+``--against`` takes a folder as well, for a machine that has no git repository.
+
 Case "sm90": forward and backward as on Hopper, with tensors on the CPU, an invented GPU and launches that do nothing.
 """
 
@@ -23,24 +26,27 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "host-time.csv"
+RESULTS = ROOT / "benchmarks" / "results"
 # [batch, heads, kv heads, tokens, head_dim].
 SMALL, TINY, HOPPER = (1, 16, 4, 16, 64), (1, 4, 4, 1, 64), (1, 4, 2, 2048, 64)
+ON_GPU = (1, 16, 4, 256, 64)
 STAGES, MASKS = ("softmax", "affine"), ("window", "documents", "padding", "lengths")
 CASES = [
     *((shape, stages, "causal", mode) for shape in (SMALL, TINY) for stages in STAGES for mode in ("forward", "both")),
     *((SMALL, stages, mask, "forward") for stages in STAGES for mask in MASKS),
     (HOPPER, "affine", "causal", "sm90"),
     (HOPPER, "affine_gated", "causal", "sm90"),
+    *((ON_GPU, stages, "causal", "cuda") for stages in (*STAGES, "affine_gated")),
 ]
 Case = tuple[tuple[int, ...], str, str, str]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", metavar="COMMIT", help="whose time is measured in turns with this tree's")
+    parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="whose time is measured in turns")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--cuda", action="store_true", help="measure wall time of small calls on a GPU")
     parser.add_argument("--serve", metavar="TREE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -48,15 +54,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         trees = {"now": str(ROOT)}
-        if options.against is not None:
+        if options.against is not None and Path(options.against).is_dir():
+            trees["then"] = str(Path(options.against).resolve())
+        elif options.against is not None:
             archive = subprocess.run(["git", "archive", options.against], cwd=ROOT, check=True, capture_output=True)
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
                 tree.extractall(folder, filter="data")
             trees["then"] = folder
-        cases = [case for case in CASES if options.only in name_of(case)]
+        cases = [case for case in CASES if options.only in name_of(case) and (case[3] == "cuda") == options.cuda]
         rows = compare(trees, cases, options.rounds)
     if not options.only:
-        with RESULTS.open("w", newline="") as file:
+        file_name = "host-time-cuda.csv" if options.cuda else "host-time.csv"
+        with (RESULTS / file_name).open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -123,19 +132,25 @@ def serve(tree: str) -> None:
             made[at] = calls(CASES[at])
         ours, peer = made[at]
         # In turns, so that what slows the machine slows both.
-        parts = [(seconds(ours), 0.0 if peer is None else seconds(peer)) for _ in range(5)]
+        is_cuda = CASES[at][3] == "cuda"
+        parts = [(seconds(ours, is_cuda), 0.0 if peer is None else seconds(peer, is_cuda)) for _ in range(5)]
         print(*(1e6 * median(part) for part in zip(*parts, strict=True)), flush=True)
 
 
-def seconds(call: Callable, budget: float = 0.03) -> float:
-    """Return the CPU time of a call, from as many as take the budget."""
+def seconds(call: Callable, is_cuda: bool, budget: float = 0.03) -> float:
+    """Return the CPU time of a call, or its wall time on a GPU, from as many as take the budget."""
+    import torch
+
+    clock, finish = (time.perf_counter, torch.cuda.synchronize) if is_cuda else (time.process_time, lambda: None)
     call()
-    start, count = time.process_time(), 0
-    while time.process_time() - start < budget:
+    finish()
+    start, count = clock(), 0
+    while clock() - start < budget:
         for _ in range(10):
             call()
         count += 10
-    return (time.process_time() - start) / count
+        finish()
+    return (clock() - start) / count
 
 
 def calls(case: Case) -> tuple[Callable, Callable | None]:
@@ -147,7 +162,8 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
 
     (batch, heads, kv_heads, tokens, dim), stages, mask_name, mode = case
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if mode == "sm90" else torch.float32
+    dtype = torch.bfloat16 if mode in ("sm90", "cuda") else torch.float32
+    torch.set_default_device("cuda" if mode == "cuda" else "cpu")
     q, dy = (torch.randn(batch, heads, tokens, dim, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(batch, kv_heads, tokens, dim, dtype=dtype) for _ in range(2))
     tensors = [q, k, v]
