@@ -243,8 +243,8 @@ class Mask:
     def _runs(
         self, tq: int, tk: int, device: torch.device, low: Tensor, high: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return which slots are real (None: all), and the run of places from ``before`` up to ``upto`` where a row sees
-        all real ones, in the order of the documents; found by bisection."""
+        """Return which slots are real (None: all), and in the order of the documents the run of places, from
+        ``before`` to ``upto``, where a row sees all real ones; found by bisection."""
         batch = self._batch()
         p = self.positions(tq, tk, device).expand(batch, tq)
         low, high = low.expand(batch, tq), high.expand(batch, tq)

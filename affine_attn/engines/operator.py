@@ -191,7 +191,8 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
             call = Call.of(ctx.options, ctx.mask, *tensors[:7])
             if torch.is_grad_enabled():
                 # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
-                found = op_backward(dy, *_filled(Output(y, out, lse, sums)), *Flat.of(call))
+                saved = Output(dy.new_empty(0) if y is None else y, out, lse, sums)
+                found = op_backward(dy, *_filled(saved), *Flat.of(call))
                 gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
             else:
                 gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
@@ -209,11 +210,9 @@ def _filled(output: Output) -> tuple[Tensor, ...]:
     """Return an output as an operator has it: what is not there is an empty tensor, and row statistics are dense."""
     y, out, lse, sums = output
     of_rows = y if lse is None else lse
-    assert of_rows is not None  # y is left out only where there are row statistics
-    like_y = of_rows if y is None else y
     return (
-        like_y.new_empty(0) if y is None else y,
-        like_y.new_empty(0) if out is None else out,
+        y,
+        y.new_empty(0) if out is None else out,
         of_rows.new_empty(0) if lse is None else lse.contiguous(),
         of_rows.new_empty(0) if sums is None else sums,
     )
