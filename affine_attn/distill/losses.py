@@ -16,7 +16,9 @@ Logits have the dtype of the hidden states, as a model's own; statistics and the
 """
 
 import functools
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,12 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from affine_attn.errors import UserError
+from affine_attn.errors import UserError, first_line
 
 KINDS = ("soft_ce", "forward_kl", "reverse_kl", "jsd")
 IGNORE_INDEX = -100
 # Of a chunk's logits. The sum of the head's gradient is read and written once per chunk, so small ones cost time.
 CHUNK_BYTES = 2**29
+# On a CPU. malloc keeps blocks up to this size; larger ones come from the kernel anew, zeroed page by page.
+CPU_CHUNK_BYTES = 2**25
+# Compiling takes a CPU four seconds and saves 20 to 30 ns per logit: from so many logits on it pays.
+_FEWEST_CALLS, _FEWEST_LOGITS = 50, 2**28
 # Rows of a tile of a matrix product: chunks are multiples of it where they are that long.
 _TILE = 128
 # For log 0: times a probability of 0 it is 0, where -inf would give NaN.
@@ -114,7 +120,7 @@ def chunked_loss(
     tokens: int | float | Tensor | None = None,
     shared: int | None = None,
     ignore_index: int = IGNORE_INDEX,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     compiled: bool | None = None,
 ) -> Loss:
     """The loss of a student's last hidden states [..., D] through its head ``weight`` [V, D].
@@ -128,17 +134,21 @@ def chunked_loss(
         their total, as transformers' ``num_items_in_batch``: the losses of the calls then add up.
     shared: number of leading vocabulary entries that both tokenizers share. Student and teacher are restricted to them,
         as if the others did not exist; without it both vocabularies must have the same size.
-    chunk_bytes: most bytes for the logits of a chunk, for the student and for the teacher each.
-    compiled: whether torch.compile fuses the arithmetic between the products; by default on CUDA.
+    chunk_bytes: most bytes for the logits of a chunk, for the student and for the teacher each; by default 512 MiB on
+        CUDA, 32 MiB on a CPU.
+    compiled: whether torch.compile fuses the arithmetic between the products; by default on CUDA, and on a CPU once
+        this process has computed so much of the same loss uncompiled that compiling would have paid. The loss may then
+        change in its last digits.
     """
     job = _job(hidden, weight, target, labels, spec, mask, shared, ignore_index)
     tape = torch.is_grad_enabled()
     needs = (tape and hidden.requires_grad, tape and weight.requires_grad)
-    plan = _Plan(
-        size=chunk_size(job.valid.numel(), job.vocabulary, job.dtype.itemsize, chunk_bytes),
-        compiled=hidden.is_cuda if compiled is None else compiled,
-        needs=needs,
-    )
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES
+    size = chunk_size(job.valid.numel(), job.vocabulary, job.dtype.itemsize, chunk_bytes)
+    if compiled is None:
+        compiled = hidden.is_cuda or _has_paid(job, size, needs)
+    plan = _Plan(size, compiled, needs)
     total, sums = _ChunkedLoss.apply(hidden, weight, job, plan)
     count = job.valid.sum()
     denominator = count.clamp(min=1) if tokens is None else torch.as_tensor(tokens, device=hidden.device)
@@ -154,6 +164,26 @@ def chunk_size(tokens: int, vocabulary: int, itemsize: int, chunk_bytes: int) ->
     most -= most % tile
     size = math.ceil(tokens / math.ceil(tokens / most))
     return min(tokens, math.ceil(size / tile) * tile)
+
+
+def compiling_pays(calls: int, logits: int) -> bool:
+    """Return True if a loss of so many calls and logits in all is worth compiling on this CPU, and can be."""
+    return calls >= _FEWEST_CALLS and logits >= _FEWEST_LOGITS and _can_compile()
+
+
+@functools.cache
+def _can_compile() -> bool:
+    """Return True if torch.compile works on this CPU; where it does not, say so once."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(8))
+    except Exception as error:  # no compiler, no headers, no place for its files: each has an error of its own
+        logging.getLogger(__name__).warning("the loss runs uncompiled, which is slower: %s", first_line(error))
+        return False
+    return True
+
+
+# Uncompiled chunks, by what decides a graph.
+_uncompiled: Counter[tuple] = Counter()
 
 
 class _Job(NamedTuple):
@@ -270,6 +300,17 @@ def _check_entries(name: str, entries: Tensor, vocabulary: int) -> None:
         torch._assert_async(allowed, message)  # the host does not wait
     elif not allowed:
         raise UserError(message)
+
+
+def _has_paid(job: _Job, size: int, needs: tuple[bool, bool]) -> bool:
+    """Return True if compiling would have paid for the chunks that were computed before; count those of this call."""
+    targets = (job.teacher is None, job.teacher_logits is None, job.top_k is None, job.labels is None)
+    graph = (job.spec, job.hard, job.vocabulary, job.dtype, targets, any(needs), size)
+    before = _uncompiled[graph]
+    if compiling_pays(before, before * size * job.vocabulary):
+        return True
+    _uncompiled[graph] += math.ceil(job.valid.numel() / size)
+    return False
 
 
 class _ChunkedLoss(torch.autograd.Function):

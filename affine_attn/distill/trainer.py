@@ -25,7 +25,7 @@ from affine_attn.data.shards import TokenShards
 from affine_attn.distill.cache import CachedShards, cached_target
 from affine_attn.distill.compiled import compile_layers
 from affine_attn.distill.estimate import size_of
-from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss
+from affine_attn.distill.losses import Loss, LossSpec, Teacher, TopK, chunked_loss, compiling_pays
 from affine_attn.distill.metrics import Metrics
 from affine_attn.distill.teacher import ask, frozen, largest
 from affine_attn.errors import FileError, NotFinite, UserError, first_line
@@ -96,6 +96,7 @@ class DistillTrainer(Trainer):
             compile_layers(model)
             if self.teacher is not None:
                 compile_layers(self.teacher)
+        self._loss_compiled = args.device.type == "cuda" or self._compiling_pays()
         self._stop = False
         # Sums of kd, hard and entropy since the last log, and the step they begin after. They stay on the device, so
         # that no micro-batch waits for them.
@@ -157,6 +158,7 @@ class DistillTrainer(Trainer):
             spec=self.loss_spec,
             shared=self.shared,
             tokens=num_items_in_batch,
+            compiled=self._loss_compiled and (model.training or self.args.device.type == "cuda"),
         )
         loss = parts.loss
         if model.training:
@@ -183,6 +185,13 @@ class DistillTrainer(Trainer):
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return GlobalSampler(len(dataset), self.args.max_steps * self.get_total_train_batch_size(self.args), seed)
+
+    def _compiling_pays(self) -> bool:
+        """Of all steps, done or to be done: a run that is resumed must go on with the same arithmetic."""
+        student: Any = self.model
+        calls = self.args.max_steps * self.args.gradient_accumulation_steps
+        tokens = self.args.per_device_train_batch_size * self.train_dataset.sequence_length
+        return compiling_pays(calls, calls * tokens * student.get_output_embeddings().weight.shape[0])
 
     def _step_tokens(self) -> int:
         return self.get_total_train_batch_size(self.args) * self.train_dataset.sequence_length
@@ -311,12 +320,13 @@ def _loss_forward(
     spec: LossSpec,
     shared: int | None,
     tokens: Tensor | int | None,
+    compiled: bool | None = None,
     **context: Tensor,
 ) -> Loss:
     """The forward of a causal model in training: the loss from its hidden states; the logits are never whole."""
     hidden = self.base_model(input_ids=input_ids, use_cache=False, **context).last_hidden_state
     weight = self.get_output_embeddings().weight
-    return chunked_loss(hidden, weight, target, labels, spec=spec, tokens=tokens, shared=shared)
+    return chunked_loss(hidden, weight, target, labels, spec=spec, tokens=tokens, shared=shared, compiled=compiled)
 
 
 class _Bar(ProgressCallback):

@@ -1,5 +1,6 @@
 """Distillation losses against their formulas on full logits in float64, every gradient, and what must never be made."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -455,6 +456,66 @@ def test_one_graph_per_pass_serves_all_chunks(kind, monkeypatch):
     # of given logits is not copied, and where it starts is one more thing that may differ.
     assert counted == {"teacher": [2, 4, 4], "logits": [2, 6, 6], "top_k": [3, 6, 6]}[kind]
     assert not counters["graph_break"]
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[bool]:
+    """Whether each call was compiled; nothing is."""
+    calls: list[bool] = []
+    actual = module._run
+
+    def run(hidden, weight, job, plan):
+        calls.append(plan.compiled)
+        return actual(hidden, weight, job, plan._replace(compiled=False))
+
+    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "_uncompiled", type(module._uncompiled)())
+    return calls
+
+
+def test_on_a_cpu_a_loss_is_compiled_once_that_would_have_paid(traced, monkeypatch):
+    monkeypatch.setattr(module, "_can_compile", lambda: True)
+    hidden, weight, teacher, labels = _inputs(20)
+    for _ in range(30):
+        chunked_loss(hidden, weight, teacher, labels, chunk_bytes=_chunks_of(2, itemsize=8))
+    assert not any(traced), "300 chunks, but few logits"
+    monkeypatch.setattr(module, "_FEWEST_LOGITS", 100 * V)
+    monkeypatch.setattr(module, "_uncompiled", type(module._uncompiled)())
+    traced.clear()
+    # Ten chunks of two tokens a call: enough logits and chunks after five.
+    for _ in range(7):
+        chunked_loss(hidden, weight, teacher, labels, chunk_bytes=_chunks_of(2, itemsize=8))
+    assert traced == 5 * [False] + 2 * [True]
+    chunked_loss(hidden, weight, teacher, labels, spec=LossSpec("jsd"), chunk_bytes=_chunks_of(2, itemsize=8))
+    assert not traced[-1], "another graph, which has not been asked for before"
+    chunked_loss(hidden, weight, teacher, labels, compiled=True)
+    assert traced[-1]
+
+
+def test_without_a_compiler_it_is_said_once_and_runs_uncompiled(traced, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("no C++ compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(module, "_can_compile", functools.cache(module._can_compile.__wrapped__))
+    monkeypatch.setattr(module, "_FEWEST_LOGITS", 1)
+    hidden, weight, teacher, _ = _inputs()
+    for _ in range(4):
+        chunked_loss(hidden, weight, teacher, chunk_bytes=_chunks_of(1, itemsize=8))
+    assert traced == 4 * [False]
+    assert [record.message for record in caplog.records] == [
+        "the loss runs uncompiled, which is slower: no C++ compiler"
+    ]
+
+
+def test_on_a_cpu_chunks_are_of_the_size_that_malloc_keeps(monkeypatch):
+    assert module.CPU_CHUNK_BYTES == 32 * 2**20
+    monkeypatch.setattr(module, "CPU_CHUNK_BYTES", _chunks_of(8, 64, 8))
+    hidden, weight, teacher, _ = _inputs(200, 64)
+    with _Largest() as seen:
+        chunked_loss(hidden, weight, teacher)
+    assert seen.numel <= hidden.numel()
+    assert seen.products == 2 * 200 // 8
 
 
 BAD: dict[str, tuple[dict, str]] = {

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from affine_attn.cli import app
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.data.sampler import GlobalSampler
-from affine_attn.distill import estimate
+from affine_attn.distill import estimate, losses
 from affine_attn.distill.data import held_out
 from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import RECIPES, recipe
@@ -26,7 +26,7 @@ from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.distill.validation import validate
 from affine_attn.errors import UserError
 from affine_attn.models import AffineAttnForCausalLM, preset
-from tests.support.tiny_runs import VOCAB, averages, counting_shards, metrics, tiny, trainer
+from tests.support.tiny_runs import LENGTH, VOCAB, averages, counting_shards, metrics, tiny, trainer
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,26 @@ def test_a_model_is_given_back_with_the_forward_that_its_user_put_there(data, tm
     again = DistillTrainer(model, made.args, made.train_dataset)
     assert again.model.forward is not given
     assert again.release().forward is given
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_long_run_compiles_its_loss_from_the_first_step_and_not_for_validation(pays, data, tmp_path, monkeypatch):
+    """Decided by the whole run, so that one that is resumed goes on with the same arithmetic."""
+    compiled, asked, actual = [], [], losses._run
+
+    def loss_run(hidden, weight, job, plan):
+        compiled.append((plan.compiled, any(plan.needs)))
+        return actual(hidden, weight, job, plan._replace(compiled=False))
+
+    monkeypatch.setattr(losses, "_run", loss_run)
+    monkeypatch.setattr(
+        "affine_attn.distill.trainer.compiling_pays", lambda calls, logits: asked.append((calls, logits)) or pays
+    )
+    run(tiny(data, micro_batch=2, valid_steps=3, statistics_steps=0), tmp_path)
+    assert asked == [(12, 12 * 2 * LENGTH * VOCAB)]
+    assert compiled.count((pays, True)) == 12
+    assert (True, False) not in compiled
+    assert (False, False) in compiled
 
 
 def test_a_teacher_is_trained_first_and_only_once(data, tmp_path):
