@@ -31,12 +31,16 @@ def _peak_of_process(case: Case, shape: Shape, mode: str) -> float:
     prepare(case, replace(shape, batch=1, tq=64, tk=64), mode, cpu).run()
     run = prepare(case, shape, mode, cpu).run
     # Making the inputs took more than a step does: start the high-water mark afresh.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory_mib("VmRSS")
+    reset_peak()
+    before = resident_mib("VmRSS")
     run()
-    return _memory_mib("VmHWM") - before
+    return resident_mib("VmHWM") - before
 
 
-def _memory_mib(field: str) -> float:
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_mib(field: str) -> float:
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\s*(\d+) kB", status).group(1)) / 1024
