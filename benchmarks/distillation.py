@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--teacher", help="folder of a model; without it the loss alone is timed")
     parser.add_argument("--tokens", type=int, default=2048, help="of the loss")
     parser.add_argument("--vocabulary", type=int, default=49152, help="of the loss")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 576], help="sizes of student and teacher alike")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[64, 576], help="sizes of student and teacher alike")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
