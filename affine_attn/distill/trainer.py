@@ -187,7 +187,7 @@ class DistillTrainer(Trainer):
         return GlobalSampler(len(dataset), self.args.max_steps * self.get_total_train_batch_size(self.args), seed)
 
     def _compiling_pays(self) -> bool:
-        """Of all steps, done or to be done: a run that is resumed must go on with the same arithmetic."""
+        """Return True if the whole run pays for compiling its loss: a resumed run goes on with the same numbers."""
         student: Any = self.model
         calls = self.args.max_steps * self.args.gradient_accumulation_steps
         tokens = self.args.per_device_train_batch_size * self.train_dataset.sequence_length

@@ -460,7 +460,7 @@ def test_one_graph_per_pass_serves_all_chunks(kind, monkeypatch):
 
 @pytest.fixture
 def traced(monkeypatch) -> list[bool]:
-    """Whether each call was compiled; nothing is."""
+    """Record whether each call was to be compiled, and compile none."""
     calls: list[bool] = []
     actual = module._run
 
