@@ -163,23 +163,24 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
     (batch, heads, kv_heads, tokens, dim), stages, mask_name, mode = case
     torch.manual_seed(0)
     dtype = torch.bfloat16 if mode in ("sm90", "cuda") else torch.float32
-    torch.set_default_device("cuda" if mode == "cuda" else "cpu")
-    q, dy = (torch.randn(batch, heads, tokens, dim, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, tokens, dim, dtype=dtype) for _ in range(2))
+    # Not as the default device, which is a mode that slows every function of torch.
+    device = "cuda" if mode == "cuda" else "cpu"
+    q, dy = (torch.randn(batch, heads, tokens, dim, dtype=dtype, device=device) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, tokens, dim, dtype=dtype, device=device) for _ in range(2))
     tensors = [q, k, v]
     named = {}
     if stages.startswith("affine"):
-        named = {name: torch.rand(batch, heads, tokens) for name in ("alpha", "beta")}
+        named = {name: torch.rand(batch, heads, tokens, device=device) for name in ("alpha", "beta")}
     if stages == "affine_gated":
-        named["gate"] = torch.rand(batch, heads, tokens, dim).to(dtype)
+        named["gate"] = torch.rand(batch, heads, tokens, dim, dtype=dtype, device=device)
     tensors += named.values()
-    slots = torch.arange(tokens)[None].expand(batch, -1)
+    slots = torch.arange(tokens, device=device)[None].expand(batch, -1)
     masks = {
         "causal": lambda: Mask(),
         "window": lambda: Mask(window=4),
         "documents": lambda: Mask(documents=(slots // 7).contiguous()),
         "padding": lambda: Mask(padding=slots >= 2),
-        "lengths": lambda: Mask(lengths=torch.full((batch,), tokens - 1)),
+        "lengths": lambda: Mask(lengths=torch.full((batch,), tokens - 1, device=device)),
     }
     mask, backward = masks[mask_name](), mode != "forward"
     for x in tensors:
