@@ -61,7 +61,9 @@ class Mask:
         if ends.device.type == "cpu":
             total = int(ends[-1]) if ends.numel() else 0
             tokens = total if tokens is None else tokens
-            if total > tokens or bool((ends.diff() < 0).any()):
+            if cu_seqlens is not None and (not cu_seqlens.numel() or int(cu_seqlens[0]) != 0):
+                raise ValueError(f"Mask.packed: cu_seqlens must begin with 0, got {cu_seqlens.tolist()}")
+            if total > tokens or bool((ends.diff(prepend=ends.new_zeros(1)) < 0).any()):
                 raise ValueError(
                     f"Mask.packed: documents must end in order, within the {tokens} tokens, got ends {ends.tolist()}"
                 )

@@ -1,1 +1,1 @@
-"""Who runs a call: engines have why_not(call), run(call) and a DESCRIPTION; plan.py asks them in order."""
+"""Who runs a call: needs.py has every reason to refuse one, plan.py decides, and an engine's module runs it."""

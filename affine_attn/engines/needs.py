@@ -120,6 +120,11 @@ class Questions:
         # Said of the batch alone: torch.export can name no limit of a product.
         return self.batch > MOST_HEADS // max(self.heads, 1)
 
+    @property
+    def is_broad(self) -> bool:
+        """More sequences than a grid has places."""
+        return self.batch > MOST_HEADS
+
 
 class Answers(NamedTuple):
     """All :class:`Questions`, answered: classes of sizes, never sizes, which in decoding grow with each token."""
@@ -129,6 +134,7 @@ class Answers(NamedTuple):
     is_single: bool
     is_short: bool
     is_crowded: bool
+    is_broad: bool
 
 
 class Facts(NamedTuple):
@@ -155,7 +161,7 @@ class Facts(NamedTuple):
 class Sizes(NamedTuple):
     """What the choice of kernels depends on besides: layouts and lengths of real tensors, and kinds of gates."""
 
-    is_square: bool = False  # as many keys as queries, and heads
+    is_square: bool = False  # as many keys as queries; no dimension is 0
     is_timed: bool = False  # a length for which the sm90 backward has been timed
     has_rows: bool = False  # TMA reads q, k and v
     is_elementwise: bool = False
@@ -203,7 +209,14 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.gate is not None,
         sizes
         if is_tracing
-        else Answers(sizes.is_empty, sizes.is_overlong, sizes.is_single, sizes.is_short, sizes.is_crowded),
+        else Answers(
+            sizes.is_empty,
+            sizes.is_overlong,
+            sizes.is_single,
+            sizes.is_short,
+            is_crowded := sizes.is_crowded,
+            is_crowded and sizes.is_broad,
+        ),
     )
 
 
@@ -236,6 +249,8 @@ def decode(f: Facts) -> str | None:
         return "it has no backward"
     if not f.sizes.is_short:
         return f"it takes 1 to {MAX_QUERIES} queries"
+    if f.sizes.is_broad:
+        return f"it takes at most {MOST_HEADS} sequences"
     if f.sizes.is_empty or ("lengths" not in f.restrictions and f.sizes.is_overlong):
         return "it needs a key for every query"
     if f.logit not in DECODE_LOGITS:
@@ -312,12 +327,12 @@ def score_statistics(f: Facts) -> str | None:
         return reason
     if "lengths" in f.restrictions:
         return "its kernels have no mask.lengths"
-    if not f.causal and f.logit is not type(None):
-        return "its distance logits are causal"
     if f.logit is LogN:
         return "LogN scales q, which would be rounded again"
     if f.logit not in FLASH_LOGITS:
         return f"its kernels do not know the {f.logit.__name__} logit"
+    if not f.causal and f.logit is not type(None):
+        return "its distance logits are causal"
     if f.head_dim < 16:
         return f"its kernels need a head_dim of at least 16, not {f.head_dim}"
     if f.sizes.is_empty:
@@ -357,9 +372,8 @@ def beta(f: Facts) -> str | None:
         return None
     if epilogue(f) is None:
         return visible_sums(f)
-    # The mask's tensors come before its window, as users were always told.
-    for name in f.restrictions:
-        return f"the epilogue cannot sum the values that mask.{name} leaves visible"
+    if f.restrictions:
+        return f"the epilogue cannot sum the values that mask.{f.restrictions[0]} leaves visible"
     return None
 
 
@@ -419,8 +433,12 @@ def sm90(f: Facts, s: Sizes) -> str | None:
         return "kernels for Hopper are for GPUs of compute capability 9.0"
     if f.dtype == torch.float32 or f.head_dim not in SM90_STAGES:
         return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, SM90_STAGES))}"
-    if not f.causal or f.restrictions or not s.is_square:
-        return "kernels for Hopper have a causal mask alone, and as many keys as queries"
+    if not f.causal:
+        return "kernels for Hopper are causal"
+    if f.restrictions:
+        return f"kernels for Hopper have no mask.{f.restrictions[0]}"
+    if not s.is_square:
+        return "kernels for Hopper take as many keys as queries, and at least one"
     if not s.has_rows:
         return "kernels for Hopper read rows that begin at multiples of 16 bytes"
     return None

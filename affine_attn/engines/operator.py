@@ -9,6 +9,7 @@ operator pair: being opaque, with fake implementations, engines may loop and bra
     fake(call, facts) -> Output        shapes and strides, known from facts alone
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -88,6 +89,9 @@ def decode_logit(text: str) -> Logit | None:
         return None
     name, *values = text.split(" ")
     kind: Any = logit_of_kind(name)
+    # Those that __match_args__ leaves out would have their defaults, whatever the call had.
+    if any(field.kw_only or not field.init for field in dataclasses.fields(kind)):
+        raise UserError(f"a compiled call needs a logit whose fields are positional, {kind.__name__} has others")
     return kind(*(float(value) if _is_float(value) else int(value) for value in values))
 
 

@@ -34,8 +34,8 @@ class Plan(NamedTuple):
     """The kernels of a call."""
 
     forward: str  # a key of KERNELS
-    backward: str | None  # a key of KERNELS; None: inference only
-    epilogue: str | None  # stages 2 to 4 and their gradients, where no kernel has them within: "kernels" or "torch"
+    backward: str | None  # a key of KERNELS; None where nothing requires a gradient
+    epilogue: str | None  # row-wise work outside of the attention's kernel, if it has any: "kernels" or "torch"
     sums: str | None  # of the visible values, which beta weighs: a key of SUMS
 
 
@@ -81,6 +81,8 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
     if name in ("blocked", "reference"):
         backward = {"blocked": "recompute", "reference": "autograd"}[name]
         return Plan(name, _if(f.has_grad, backward), None, _if(f.has_beta, "weights"))
+    if name not in ("triton", "sdpa"):
+        raise KeyError(f"engine {name!r} has no plan")
     forward = backward = "flash" if name == "triton" else stock(f)
     if name == "sdpa" and needs.sm90_forward(f, s) is None:
         forward = "sm90"
@@ -152,7 +154,7 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
         if is_taken:
             continue
         reason = need(f, s)
-        lines[kernel] = f"cannot, {reason}" if reason is not None else _idle(kernel, name, f)
+        lines[kernel] = f"not taken, {reason}" if reason is not None else _idle(kernel, name, f)
     if f.flash is not None:
         lines["flash operators"] = f"those of {f.flash} (activate_flash_attention_impl)"
     return "\n".join(f"{what}: {text}" for what, text in lines.items())
@@ -167,7 +169,8 @@ def _epilogue(plan: Plan, f: Facts) -> str:
         return "in the forward itself"
     if not (f.has_sink or f.has_alpha or f.has_beta or f.has_gate):
         return "none, as there is no stage after the attention"
-    reason = needs.epilogue(f)
+    # FlexAttention's is torch's whatever the machine has.
+    reason = None if plan.forward == "flex" else needs.epilogue(f)
     text = EPILOGUES[plan.epilogue] + (f", since {reason}" if reason is not None else "")
     return f"{text}, in the backward itself" if plan.backward == "sm90" else text
 

@@ -212,6 +212,9 @@ def test_tokens_after_the_last_document_are_one_of_their_own():
         ({"lengths": torch.tensor([1.0])}, r"lengths must be .*got \[1\] torch.float32"),
         ({"cu_seqlens": [0, 3]}, r"cu_seqlens must be .*got list"),
         ({"lengths": [3, 4], "tokens": 5}, r"documents must end in order, within the 5 tokens, got ends \[3, 7\]"),
+        ({"lengths": [-3, 10]}, r"documents must end in order, .*got ends \[-3, 7\]"),
+        ({"cu_seqlens": torch.tensor([5, 10])}, r"cu_seqlens must begin with 0, got \[5, 10\]"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, r"cu_seqlens must begin with 0, got \[\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 2])}, r"documents must end in order, .*got ends \[4, 2\]"),
     ],
 )

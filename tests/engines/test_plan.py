@@ -101,6 +101,30 @@ def test_a_growing_cache_needs_no_new_decision():
     assert len(facts) == 1
 
 
+def test_more_sequences_than_a_grid_has_places_are_not_decoded():
+    q = torch.empty(1, 4, 1, 16)
+    for batch, reason in ((needs.MOST_HEADS, None), (needs.MOST_HEADS + 1, "it takes at most 65535 sequences")):
+        f = needs.facts_of(checked_call(q.expand(batch, -1, -1, -1), *[q[:, :2].expand(batch, -1, -1, -1)] * 2))
+        assert needs.decode(f._replace(machine=MACHINES["sm90"])) == reason
+
+
+def test_each_condition_of_the_sm90_kernels_has_its_own_sentence():
+    q = torch.randn(1, 4, 2048, 64, dtype=torch.bfloat16)
+    for k, mask, reason in (
+        (q, Mask(causal=False), "are causal"),
+        (q, Mask(documents=torch.zeros(1, 2048, dtype=torch.int64)), "have no mask.documents"),
+        (q.repeat(1, 1, 2, 1), Mask(), "take as many keys as queries, and at least one"),
+    ):
+        said = explain(q, k, k, mask, sink=0.0, on="sm90")
+        assert f"\nsm90 forward: not taken, kernels for Hopper {reason}\n" in said
+
+
+def test_an_engine_without_a_plan_is_an_error():
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(KeyError, match="engine 'brand new' has no plan"):
+        plan.kernels("brand new", needs.facts_of(checked_call(q, q, q)), needs.NO_SIZES)
+
+
 # What torch.nn.attention.activate_flash_attention_impl puts in place of the flash operators.
 
 

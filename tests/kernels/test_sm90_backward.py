@@ -63,7 +63,7 @@ def test_explain_names_it(simulate):  # noqa: F811
     assert "\nforward: sm90" in explain(**inputs, impl="sdpa")
     assert "\nbackward: sm90" in explain(**inputs, impl="sdpa")
     assert "\nepilogue: fused kernels\n" in explain(**inputs, mask=both_ways, impl="sdpa")
-    assert "\nsm90 forward: cannot, kernels for Hopper have a causal mask alone" in explain(**inputs, mask=both_ways)
+    assert "\nsm90 forward: not taken, kernels for Hopper are causal" in explain(**inputs, mask=both_ways)
 
 
 def with_negative_rows(shape: Shape) -> tuple[Call, Output]:

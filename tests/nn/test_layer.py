@@ -303,6 +303,16 @@ def test_parameters_of_a_logit_that_no_operator_could_be_told_are_refused(logits
         encode_logit(Other())
 
 
+def test_fields_of_a_logit_that_no_operator_could_be_told_are_refused(logits):
+    @dataclass(frozen=True, kw_only=True)
+    class Named(Logit):
+        strength: float = 1.0
+        kind = "named"
+
+    with pytest.raises(ValueError, match="a compiled call needs a logit whose fields are positional, Named has others"):
+        decode_logit(encode_logit(Named(strength=5.0)))
+
+
 def test_a_number_of_numpy_that_is_a_float_is_a_parameter_of_a_logit():
     logit = ScaleInvariant(np.float64(3.0))
     assert decode_logit(encode_logit(logit)) == logit == ScaleInvariant(3.0)
