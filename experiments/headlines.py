@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from affine_attn.core.variants import VARIANTS
+from affine_attn.distill.estimate import size
+from affine_attn.distill.recipes import Recipe
 from experiments import claims, contrasts, details
 from experiments.claims import BEST, Claim
-from experiments.compare import Interval, outcome, paired
+from experiments.compare import Interval, interval, outcome, paired
 from experiments.controls import HALF, LEARNED
-from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SEEDS, SWEPT_RATE
+from experiments.grid import COMMON_RATE, CONTROLS, HIGH_RATE, PAPER_RATE, SEEDS, SWEPT_RATE, Student
 from experiments.runs import Run
-from experiments.tables import BASELINE, Row, best_rate, by_setting
+from experiments.tables import BASELINE, SEVERAL_SEEDS, Row, best_rate, by_setting, interval_columns
 
 _DOUBTS = {
     ("loss", "affine", "softmax"): "a constant on the output does as much",
@@ -81,6 +84,39 @@ def _shown(difference: Interval, is_ratio: bool) -> str:
     return f"{text} [{low:.3g}, {high:.3g}]" if difference.n > 1 else text
 
 
+def choices(runs: Sequence[Run]) -> list[Row]:
+    """A row per attention that one would choose among: at its own best rate, what it gains on softmax and costs."""
+    asked = [
+        run for run in runs if run.table == "a" or (run.table == CONTROLS and run.config["group"].startswith("1-"))
+    ]
+    loss = by_setting(asked, lambda run: run.valid.get("kd"))
+    one = {run.variant: run for run in asked if run.valid}
+    if BASELINE not in one:
+        return []
+    configs = {variant: _config(run) for variant, run in one.items()}
+    baseline = loss[BASELINE, best_rate(BASELINE, loss)]
+    rows = []
+    for variant, (spelled, parameters) in configs.items():
+        best, tried = best_rate(variant, loss), sorted(rate for name, rate in loss if name == variant)
+        values = loss[variant, best]
+        few = [f"{rate:g}" for rate in tried if len(loss[variant, rate]) < SEVERAL_SEEDS]
+        row: Row = {"attention": variant, "in Python": spelled, "rate": best, "n": len(values)}
+        row |= interval_columns("loss", interval(list(values.values())))
+        if variant != BASELINE:
+            row |= interval_columns("minus softmax's", paired(values, baseline).difference)
+        row["parameters added"] = parameters - configs[BASELINE][1]
+        rows.append(row | {f"rates with fewer than {SEVERAL_SEEDS} seeds": ", ".join(few)})
+    return sorted(rows, key=lambda row: row["loss"])
+
+
+def _config(run: Run) -> tuple[str, int]:
+    """How a student's attention is written, and how many parameters it has."""
+    student = Student.from_dict(run.config["student"])
+    spelled = f'"{run.variant}"' if run.variant in VARIANTS else f"AttentionSpec(gate={student.attention.gate!r})"
+    recipe = Recipe(**run.config["recipe"], attention=BASELINE)
+    return f"`{spelled}`".replace("'", '"'), size(student.config(recipe)).parameters
+
+
 def summary(runs: Sequence[Run]) -> list[str]:
     """Sentences, each with the numbers it stands on; the first six are those of the README."""
     of_a = [run for run in runs if run.table == "a"]
@@ -93,18 +129,19 @@ def summary(runs: Sequence[Run]) -> list[str]:
         mine, theirs = (rates * 2)[:2] if rates else (best_rate(variant, kd), best_rate(baseline, kd))
         return paired(kd.get((variant, mine), {}), kd.get((baseline, theirs), {})).difference
 
-    def against(where: str, variant: str, baseline: str, *rates: float) -> str:
+    def against(variant: str, baseline: str, *rates: float) -> str:
         """The difference, what its interval decides, and in how many seeds it has that sign."""
         mine, theirs = (rates * 2)[:2] if rates else (best_rate(variant, kd), best_rate(baseline, kd))
         values, others = kd.get((variant, mine), {}), kd.get((baseline, theirs), {})
         found = paired(values, others).difference
         same = [(values[seed] - others[seed]) * found.mean > 0 for seed in values.keys() & others.keys()]
         seeds = f", in {sum(same)} of {len(same)} seeds" if outcome(found) in ("better", "worse") else ""
-        return f"{_shown(found, is_ratio=False)} {where} ({outcome(found)}{seeds})"
+        return f"{_shown(found, is_ratio=False)} ({outcome(found)}{seeds})"
 
     def ratio(rate: float, where: str) -> str:
         found = paired(variance.get(("affine", rate), {}), variance.get((BASELINE, rate), {})).difference
-        return f"{_shown(found, is_ratio=True)} {where}, {_word(found)}"
+        seeds = "" if found.n >= claims.MANY_SEEDS else f", {found.n} seeds"
+        return f"{_shown(found, is_ratio=True)} {where} ({outcome(found)}{seeds})"
 
     stacked, times, pairs = details.stacked(of_a)
     leads = {row["lr"]: row for row in details.leads(of_a)}
@@ -133,29 +170,32 @@ def summary(runs: Sequence[Run]) -> list[str]:
         for rate in (PAPER_RATE, SWEPT_RATE, COMMON_RATE)
     }
     is_steadier = all(affine < softmax for affine, softmax in spread.values())
+    of_scale, *of_controls = _why(runs, details.share_of_norms(runs))
     unsettled = [row["claim"].split(",")[0] for row in rows(of_a) if row["verdict"].startswith("no result")]
     return [
-        f"**At the paper's rate, {PAPER_RATE:g}, {_effect('affine', difference('affine', BASELINE, PAPER_RATE))}**: "
-        f"{against('against softmax', 'affine', BASELINE, PAPER_RATE)}, and "
-        f"{against('against sink', 'affine', 'sink', PAPER_RATE)}.",
-        f"**At higher rates {_effect('it', *higher)}**: "
-        f"{against(f'at {SWEPT_RATE:g}', 'affine', BASELINE, SWEPT_RATE)} and "
-        f"{against(f'at {COMMON_RATE:g}', 'affine', BASELINE, COMMON_RATE)}; "
-        f"{against('with each at its own best', 'affine', BASELINE)}. "
-        f"From its own best rate to {HIGH_RATE:g} a loss rises by: "
-        f"{', '.join(f'{name} {rise:.2g}' for name, rise in above.items())}.",
-        f"**At own best {_effect('an elementwise gate', difference('gated', BASELINE))}**: "
-        f"{against('against softmax', 'gated', BASELINE)} and {against('against affine', 'gated', 'affine')}. Affine "
-        f"on top of the gate, at rates up to {COMMON_RATE:g}: {_shown(stacked, is_ratio=False)} against the gate alone "
+        f"**Against softmax at the paper's rate, {PAPER_RATE:g}, "
+        f"{_effect('affine', difference('affine', BASELINE, PAPER_RATE))}**: "
+        f"{against('affine', BASELINE, PAPER_RATE)}. Against a learned sink: {against('affine', 'sink', PAPER_RATE)}.",
+        f"**Against softmax at higher rates {_effect('affine', *higher)}**: "
+        f"{against('affine', BASELINE, SWEPT_RATE)} at {SWEPT_RATE:g} and "
+        f"{against('affine', BASELINE, COMMON_RATE)} at {COMMON_RATE:g}. With each variant at its own best rate, of "
+        f"the {len(rates)} tried the one with its lowest loss: {against('affine', BASELINE)}.",
+        f"**At its own best rate {_effect('an elementwise gate', difference('gated', BASELINE))}**: "
+        f"{against('gated', BASELINE)} against softmax, {against('gated', 'affine')} against affine. Gate and affine "
+        f"together against the gate alone, at equal rates up to {COMMON_RATE:g}: {_shown(stacked, is_ratio=False)} "
         f"({outcome(stacked)}, in {times} of {pairs} pairs).",
-        _why(runs, details.share_of_norms(runs)),
-        f"**Affine's lead at own best was {'still' if is_shrinking else 'not'} shrinking when runs ended**: from "
-        f"{best[early]:.3g} (steps {early}) to {best[late]:.3g} (steps {late}). At the paper's rate it went from "
-        f"{low[early]:.3g} (steps {early}) to {low[late]:+.3g} (steps {late}), on the other side of zero from step "
-        f"{low['keeps its sign from step']} on.",
-        f"**The variance of gradient norms, affine's to softmax's**, which the paper has below one: "
-        f"{ratio(PAPER_RATE, 'at its rate')}, where {_percent(steady[PAPER_RATE]['of the first ten steps'])} of the "
-        f"difference are the first ten steps; {'; '.join(ratio(rate, f'at {rate:g}') for rate in rates[1:])}.",
+        of_scale,
+        f"**Affine's lead on softmax was {'still' if is_shrinking else 'not'} shrinking when runs ended**: with each "
+        f"at its own best rate, training losses differ by {best[early]:.3g} in steps {early} and by {best[late]:.3g} "
+        f"in steps {late}. At the paper's rate they differ by {low[early]:.3g} and {low[late]:+.3g} in the same steps; "
+        f"from step {low['keeps its sign from step']} on the sign is that of the end.",
+        f"**The variance of gradient norms, affine's over softmax's**, is below one in the paper. Here it is "
+        f"{ratio(PAPER_RATE, 'at the same rate')}; {_percent(steady[PAPER_RATE]['of the first ten steps'])} of that "
+        f"difference comes from the first ten steps. At higher rates it is "
+        f"{', '.join(ratio(rate, f'at {rate:g}') for rate in rates[1:])}.",
+        f"**At {HIGH_RATE:g} the loss is higher than at a variant's own best rate**, which stands in brackets: "
+        f"{', '.join(f'{name} by {rise:.2g} ({best_rate(name, kd):g})' for name, rise in above.items())}.",
+        *of_controls,
         f"**Seeds differ {'less' if is_steadier else 'as much'} with affine**: the standard deviation of its loss, and "
         f"softmax's, is {'; '.join(f'{a:.2g} and {s:.2g} at {rate:g}' for rate, (a, s) in spread.items())}.",
         f"**Sink and off-by-one against softmax**, by rate: {', '.join(decided) or 'open at all of them'}.",
@@ -174,13 +214,10 @@ def _effect(subject: str, *differences: Interval) -> str:
     return f"{subject} raises the loss" if words == {"worse"} else f"whether {subject} lowers the loss is open"
 
 
-def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
-    """What the controls say so far."""
-    norms = (
-        ""
-        if share_of_norms is None
-        else f" Norms on q and k alone have {_percent(share_of_norms)} of affine's gain in cross-entropy, in one seed."
-    )
+def _why(runs: Sequence[Run], share_of_norms: float | None) -> list[str]:
+    """What the controls say so far: of the scale of the output first."""
+    gain = "of affine's gain in cross-entropy, in one seed"
+    norms = [] if share_of_norms is None else [f"**Norms on q and k alone** have {_percent(share_of_norms)} {gain}."]
     compared = {(row["comparison"], row["lr"]): row for row in contrasts.losses(runs)}
     shares: dict[float, dict[str, float]] = {}
     for row in contrasts.shares(runs):
@@ -189,7 +226,7 @@ def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
             shares.setdefault(row["lr"], {})[row["variant"]] = row["share"]
     rates = [rate for rate in sorted(shares) if shares[rate].keys() >= {LEARNED, HALF}]
     if not rates:
-        return f"**Why affine is ahead is open**: it halves the output of attention at the start.{norms}"
+        return ["**Why affine is ahead is open**: it halves the output of attention at the start.", *norms]
 
     def against(name: str, rate: float) -> Row:
         return compared[f"affine against {name}", f"{rate:g}"]
@@ -200,18 +237,25 @@ def _why(runs: Sequence[Run], share_of_norms: float | None) -> str:
         if all(contrasts.is_level(against(name, rate)["outcome"], shares[rate].get(name, 0.0)) for rate in rates)
     ]
     left = [
-        f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}] ({row['outcome']})"
-        for row in (against(LEARNED, rate) for rate in rates)
+        f"{row['difference']:+.3g} [{row['difference low']:.3g}, {row['difference high']:.3g}] at {rate:g} "
+        f"({row['outcome']})"
+        for rate in rates
+        for row in (against(LEARNED, rate),)
     ]
-    of_learned, of_half = (_listed(_percent(shares[rate][name]) for rate in rates) for name in (LEARNED, HALF))
+    of_learned, of_half = (
+        _listed(f"{_percent(shares[rate][name])} at {rate:g}" for rate in rates) for name in (LEARNED, HALF)
+    )
     ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
     heading = f"a scale of the output does {'what affine does' if level else 'less than affine'}"
-    return (
-        f"**At {_listed(f'{rate:g}' for rate in rates)} {heading}**, by the rule of control 1 for one rate "
-        f"({', '.join(level) or 'no other'}): the output of softmax times one learned number per head has {of_learned} "
-        f"of affine's gain on softmax, times a fixed 0.5 {of_half}; affine against the learned number is "
-        f"{_listed(left)}, {len(SEEDS)} seeds.{norms} Controls that have been run, at least in part: {', '.join(ran)}."
-    )
+    return [
+        f"**At {_listed(f'{rate:g}' for rate in rates)} {heading}**: of affine's gain on softmax, softmax times one "
+        f"learned number per head has {of_learned}. Times a fixed 0.5 it has {of_half}. Affine against the learned "
+        f"number: {_listed(left)}, {len(SEEDS)} seeds.",
+        f"**Scales that do what affine does** at these rates: {', '.join(level) or 'none'}. Affine is not better than "
+        "such a scale, which has at least half of its gain; [control 1](reproduction-controls.md#rules) asks that of "
+        f"{COMMON_RATE:g} and of own best rates. Numbers of the controls with finished runs: {', '.join(ran)}.",
+        *norms,
+    ]
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -57,6 +57,7 @@ def write_report(root: Path, results: Path, documents: Sequence[Path] = DOCUMENT
     shown |= {"claims": claims.judged(of_a, floor), "shares": contrasts.shares(runs)}
     shown |= {"variances": contrasts.variances(runs), "leads": details.leads(of_a), "spread": details.spread(of_a)}
     shown |= {"steadiness": details.steadiness(of_a), "headlines": headlines.rows(of_a)}
+    shown |= {"choices": headlines.choices(runs)}
     shown |= {"small": small.rows(runs), "early": contrasts.early(runs)}
     shown |= {"larger": larger.cost(), "resolution": larger.resolution(of_a)}
     del shown["controls"]

@@ -102,7 +102,7 @@ class ScaleInvariant(Logit):
 
 @dataclass(frozen=True)
 class LogN(Logit):
-    """Log-length scaling (SSMax): s_ij = log(n_i) * raw. The layer's learned s_h starts at 1/log(length)."""
+    """Log-length scaling (SSMax): s_ij = log(n_i) * raw. The layer's learned c_h starts at 1/log(length)."""
 
     length: int = 2048
     kind = "logn"
@@ -115,7 +115,7 @@ class LogN(Logit):
 
     @property
     def start(self) -> float:
-        """First value of the learned s_h."""
+        """First value of the learned c_h."""
         return 1 / math.log(self.length)
 
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:

@@ -32,7 +32,7 @@ VARIANTS: dict[str, Variant] = {
     "scale_invariant": Variant(
         AttentionSpec(logit=ScaleInvariant()), "softmax(a_t s + m_t) v, t = i-j", "arXiv 2505.17083"
     ),
-    "logn": Variant(AttentionSpec(logit=LogN()), "softmax(s_h log(n_i) s) v", "SSMax, arXiv 2501.19399"),
+    "logn": Variant(AttentionSpec(logit=LogN()), "softmax(c_h log(n_i) s) v", "SSMax, arXiv 2501.19399"),
     "alibi": Variant(AttentionSpec(logit=Alibi()), "softmax(s - slope_h (i-j)) v", "arXiv 2108.12409"),
 }
 
