@@ -40,7 +40,7 @@ def results() -> str:
             parts.append(f"![training cost over context length](../{picture.relative_to(ROOT)})")
         parts += tables(rows)
         if any(map(_unsteady, rows)):
-            parts.append("~ unsteady: a fifth of the times were more than half as long again as another fifth.")
+            parts.append("~ unsteady: the slowest 20 % of the times exceed the fastest 20 % by more than 50 %.")
     return "\n\n".join(parts)
 
 
