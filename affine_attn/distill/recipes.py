@@ -234,7 +234,7 @@ def small() -> Recipe:
         global_batch=64,
         micro_batch=64,
         steps=2000,
-        # The best of four for affine at this size and so many tokens a step; softmax's is lower (docs/reproduction.md).
+        # The best of four for affine with these layers and tokens a step; softmax's is lower (docs/reproduction.md).
         learning_rate=3e-3,
         warmup_steps=100,
         decay_steps=400,
