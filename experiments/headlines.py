@@ -103,7 +103,7 @@ def choices(runs: Sequence[Run]) -> list[Row]:
         row: Row = {"attention": variant, "in Python": spelled, "rate": best, "n": len(values)}
         row |= interval_columns("loss", interval(list(values.values())))
         if variant != BASELINE:
-            row |= interval_columns("minus softmax's", paired(values, baseline).difference)
+            row |= interval_columns("difference to softmax", paired(values, baseline).difference)
         row["parameters added"] = parameters - configs[BASELINE][1]
         rows.append(row | {f"rates with fewer than {SEVERAL_SEEDS} seeds": ", ".join(few)})
     return sorted(rows, key=lambda row: row["loss"])

@@ -250,7 +250,7 @@ def test_what_one_would_choose_among(recipe, tmp_path):
     a_folder(tmp_path, recipe, "sink", 1, 1e-3, 4.0, diverged=10)
     gated, softmax = headlines.choices(list(runs.read_runs(tmp_path)))
     assert (gated["attention"], gated["rate"], gated["n"]) == ("gated", 1e-3, 3)
-    assert gated["minus softmax's"] == pytest.approx(-0.1)
+    assert gated["difference to softmax"] == pytest.approx(-0.1)
     assert gated["rates with fewer than 3 seeds"] == "0.003"
     config = a_group(recipe, "softmax").students[0].config(recipe)
     width = config.hidden_size * config.num_attention_heads * config.head_dim
