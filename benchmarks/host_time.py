@@ -1,11 +1,11 @@
 """Time of the host for a call: what attention costs before a kernel has anything to do, on the CPU.
 
-``python benchmarks/host_time.py --against COMMIT`` writes benchmarks/results/host-time.csv. The peer is
+``python benchmarks/host_time.py --against COMMIT`` writes benchmarks/results/host/cpu.csv. The peer is
 F.scaled_dot_product_attention. Of every tree, this one and the commit's, a process runs the cases; the processes take
 turns, and in each so do ours and the peer. What counts is CPU time, with one thread; a number is the median of the
 rounds, ratios are taken within a round.
 
-With ``--cuda`` the cases are small eager calls on a GPU and their wall time, which goes to host-time-cuda.csv.
+With ``--cuda`` the cases are small eager calls on a GPU and their wall time, which goes to host/cuda.csv.
 ``--against`` takes a folder as well, for a machine that has no git repository.
 
 Case "sm90": forward and backward as on Hopper, with tensors on the CPU, an invented GPU and launches that do nothing.
@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "host"
 # [batch, heads, kv heads, tokens, head_dim].
 SMALL, TINY, HOPPER = (1, 16, 4, 16, 64), (1, 4, 4, 1, 64), (1, 4, 2, 2048, 64)
 ON_GPU = (1, 16, 4, 256, 64)
@@ -64,7 +64,7 @@ def main() -> None:
         cases = [case for case in CASES if options.only in name_of(case) and (case[3] == "cuda") == options.cuda]
         rows = compare(trees, cases, options.rounds)
     if not options.only:
-        file_name = "host-time-cuda.csv" if options.cuda else "host-time.csv"
+        file_name = "cuda.csv" if options.cuda else "cpu.csv"
         with (RESULTS / file_name).open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()

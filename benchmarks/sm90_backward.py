@@ -17,14 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.engines import aten
-from affine_attn.engines.plan import why_not
+from affine_attn.engines.needs import facts_of
+from affine_attn.engines.plan import stock, why_not
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.sm90 import backward as sm90_backward
 from benchmarks.sm90_forward import command, plain, with_epilogue
 
 
 def plain_backward(call: Call, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return aten.backward("cudnn", do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None)
+    return aten.backward(
+        stock(facts_of(call)), do, call.q, call.k, call.v, o, lse, call.scale, causal=True, window=None
+    )
 
 
 def in_stages(call: Call, dy: Tensor, output: Output) -> Gradients:

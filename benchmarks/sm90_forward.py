@@ -21,7 +21,8 @@ from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import Call, Output, checked_call
 from affine_attn.engines import aten
-from affine_attn.engines.plan import why_not
+from affine_attn.engines.needs import facts_of
+from affine_attn.engines.plan import stock, why_not
 from affine_attn.kernels.epilogue import launch as epilogue
 from affine_attn.kernels.sm90 import forward as sm90_forward
 
@@ -32,7 +33,7 @@ BATCHES = {256: 128, 512: 64, 1024: 32, 2048: 16, 8192: 4, 32768: 1, 4096: 1}
 
 
 def plain(call: Call) -> tuple[Tensor, Tensor]:
-    o, z = aten.forward("cudnn", call.q, call.k, call.v, call.scale, causal=True, window=None)
+    o, z = aten.forward(stock(facts_of(call)), call.q, call.k, call.v, call.scale, causal=True, window=None)
     return o, z.contiguous()
 
 
@@ -44,6 +45,10 @@ def with_epilogue(call: Call) -> Output:
 def wrong(call: Call) -> str | None:
     """What differs by more than 16 bits explain, or None."""
     for name, found, right in zip(Output._fields, sm90_forward.forward(call), with_epilogue(call), strict=True):
+        if found is None or right is None:
+            if found is not right:
+                return f"one of the two has no {name}"
+            continue
         # An alpha of exactly 0 makes its log-sum-exp infinite.
         if found.shape != right.shape or not torch.equal(found.isfinite(), right.isfinite()):
             return f"{name} has another shape or other infinities"

@@ -165,7 +165,7 @@ def test_a_tokenizer_of_another_shape_is_named_before_text_is_read(name, content
 
 def test_what_users_give_is_refused_with_a_user_error():
     """A plain ValueError is a traceback to a command. What is left takes arguments from Python code alone."""
-    called = ("core/call", "core/masks", "engines/plan", "nn/alpha", "nn/layer", "nn/rope")
+    called = ("api", "core/call", "core/masks", "nn/alpha", "nn/layer", "nn/rope")
     package = ROOT / "affine_attn"
     for path in sorted(package.rglob("*.py")):
         plain = [

@@ -63,6 +63,8 @@ def _child(arguments: list[str], output: Path, fault: Fault, environment: dict[s
     os.dup2(descriptor, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # A process in the background of a shell ignores it, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     seen = []
 
     def watch(event: str, details: tuple) -> None:

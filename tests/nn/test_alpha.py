@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -316,6 +317,8 @@ def test_tracking_twice_commits_once(monkeypatch):
 
 
 def test_an_optimizer_that_accelerate_has_prepared_commits_once_per_accumulation():
+    # A process has one state: a Trainer's in another test may stand at the end of its data, where every step counts.
+    GradientState._reset_state()
     accelerator = Accelerator(gradient_accumulation_steps=2)
     gate = _gate()
     gate, optimizer = accelerator.prepare(gate, torch.optim.SGD(gate.parameters(), lr=0.0))
