@@ -148,7 +148,7 @@ def _three_digits(x: float) -> str:
 
 
 def rewrite(text: str, parts: dict[str, str]) -> str:
-    """A document with what stands between the marks of each part replaced."""
+    """Return a document with each generated section written anew."""
     for name, generated in parts.items():
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, new=generated: f"{m[1]}\n{new}\n\n{m[2]}", text, flags=re.DOTALL)

@@ -18,7 +18,6 @@ Logits have the dtype of the hidden states, as a model's own; statistics and the
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -136,9 +135,8 @@ def chunked_loss(
         as if the others did not exist; without it both vocabularies must have the same size.
     chunk_bytes: most bytes for the logits of a chunk, for the student and for the teacher each; by default 512 MiB on
         CUDA, 32 MiB on a CPU.
-    compiled: whether torch.compile fuses the arithmetic between the products; by default on CUDA, and on a CPU once
-        this process has computed so much of the same loss uncompiled that compiling would have paid. The loss may then
-        change in its last digits.
+    compiled: whether torch.compile fuses the arithmetic between the products; by default on CUDA alone. On a CPU it
+        changes the last digits, so it is decided once for a run: ``compiling_pays`` says when.
     """
     job = _job(hidden, weight, target, labels, spec, mask, shared, ignore_index)
     tape = torch.is_grad_enabled()
@@ -147,7 +145,7 @@ def chunked_loss(
         chunk_bytes = CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES
     size = chunk_size(job.valid.numel(), job.vocabulary, job.dtype.itemsize, chunk_bytes)
     if compiled is None:
-        compiled = hidden.is_cuda or _has_paid(job, size, needs)
+        compiled = hidden.is_cuda
     plan = _Plan(size, compiled, needs)
     total, sums = _ChunkedLoss.apply(hidden, weight, job, plan)
     count = job.valid.sum()
@@ -180,10 +178,6 @@ def _can_compile() -> bool:
         logging.getLogger(__name__).warning("the loss runs uncompiled, which is slower: %s", first_line(error))
         return False
     return True
-
-
-# Uncompiled chunks, by what decides a graph.
-_uncompiled: Counter[tuple] = Counter()
 
 
 class _Job(NamedTuple):
@@ -300,17 +294,6 @@ def _check_entries(name: str, entries: Tensor, vocabulary: int) -> None:
         torch._assert_async(allowed, message)  # the host does not wait
     elif not allowed:
         raise UserError(message)
-
-
-def _has_paid(job: _Job, size: int, needs: tuple[bool, bool]) -> bool:
-    """Return True if compiling would have paid for the chunks that were computed before; count those of this call."""
-    targets = (job.teacher is None, job.teacher_logits is None, job.top_k is None, job.labels is None)
-    graph = (job.spec, job.hard, job.vocabulary, job.dtype, targets, any(needs), size)
-    before = _uncompiled[graph]
-    if compiling_pays(before, before * size * job.vocabulary):
-        return True
-    _uncompiled[graph] += math.ceil(job.valid.numel() / size)
-    return False
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -469,40 +469,31 @@ def traced(monkeypatch) -> list[bool]:
         return actual(hidden, weight, job, plan._replace(compiled=False))
 
     monkeypatch.setattr(module, "_run", run)
-    monkeypatch.setattr(module, "_uncompiled", type(module._uncompiled)())
     return calls
 
 
-def test_on_a_cpu_a_loss_is_compiled_once_that_would_have_paid(traced, monkeypatch):
+def test_on_a_cpu_compiling_is_decided_for_a_run_and_not_by_what_ran_before(traced, monkeypatch):
     monkeypatch.setattr(module, "_can_compile", lambda: True)
+    assert not module.compiling_pays(49, 2**40)
+    assert not module.compiling_pays(1000, 2**28 - 1)
+    assert module.compiling_pays(50, 2**28)
+    monkeypatch.setattr(module, "_FEWEST_LOGITS", 1)
     hidden, weight, teacher, labels = _inputs(20)
-    for _ in range(30):
+    for _ in range(10):
         chunked_loss(hidden, weight, teacher, labels, chunk_bytes=_chunks_of(2, itemsize=8))
-    assert not any(traced), "300 chunks, but few logits"
-    monkeypatch.setattr(module, "_FEWEST_LOGITS", 100 * V)
-    monkeypatch.setattr(module, "_uncompiled", type(module._uncompiled)())
-    traced.clear()
-    # Ten chunks of two tokens a call: enough logits and chunks after five.
-    for _ in range(7):
-        chunked_loss(hidden, weight, teacher, labels, chunk_bytes=_chunks_of(2, itemsize=8))
-    assert traced == 5 * [False] + 2 * [True]
-    chunked_loss(hidden, weight, teacher, labels, spec=LossSpec("jsd"), chunk_bytes=_chunks_of(2, itemsize=8))
-    assert not traced[-1], "another graph, which has not been asked for before"
+    assert traced == 10 * [False]
     chunked_loss(hidden, weight, teacher, labels, compiled=True)
     assert traced[-1]
 
 
-def test_without_a_compiler_it_is_said_once_and_runs_uncompiled(traced, monkeypatch, caplog):
+def test_without_a_compiler_it_is_said_once(monkeypatch, caplog):
     def broken(*_, **__):
         raise RuntimeError("no C++ compiler\nhere")
 
     monkeypatch.setattr(torch, "compile", broken)
     monkeypatch.setattr(module, "_can_compile", functools.cache(module._can_compile.__wrapped__))
     monkeypatch.setattr(module, "_FEWEST_LOGITS", 1)
-    hidden, weight, teacher, _ = _inputs()
-    for _ in range(4):
-        chunked_loss(hidden, weight, teacher, chunk_bytes=_chunks_of(1, itemsize=8))
-    assert traced == 4 * [False]
+    assert [module.compiling_pays(50, 1) for _ in range(4)] == 4 * [False]
     assert [record.message for record in caplog.records] == [
         "the loss runs uncompiled, which is slower: no C++ compiler"
     ]
