@@ -214,6 +214,28 @@ def shares(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def scales_that_explain(runs: Sequence[Run]) -> list[str] | None:
+    """The scales that meet the rule of control 1, at the common rate and at own best; None before it can be asked."""
+    measured = _by_setting(runs, lambda run: run.valid.get("kd"))
+    explaining = []
+    for name in SCALES:
+        met = []
+        for rates in ((COMMON_RATE,), TABLE_RATES):
+            found = [
+                _seeds(setting, measured)
+                for setting in (Setting("1", name, rates), _a("affine", *rates), _a("softmax", *rates))
+            ]
+            if not all(found):
+                return None
+            scale, affine, softmax = (seeds for _, seeds in found)  # pyright: ignore
+            affine = {seed: affine[seed] for seed in scale}
+            gain, of_affine = (-paired(values, softmax).difference.mean for values in (scale, affine))
+            met.append(is_level(outcome(paired(affine, scale).difference), gain / of_affine if of_affine > 0 else 0.0))
+        if all(met):
+            explaining.append(name)
+    return explaining
+
+
 def is_level(word: str, share: float) -> bool:
     """The rule of control 1: affine is not better than a scale, which has at least half of affine's gain."""
     return word in ("open", "worse") and share >= 0.5

@@ -246,20 +246,28 @@ def _why(runs: Sequence[Run], share_of_norms: float | None) -> list[str]:
         _listed(f"{_percent(shares[rate][name])} at {rate:g}" for rate in rates) for name in (LEARNED, HALF)
     )
     ran = sorted({run.config["group"].split("-")[0] for run in runs if run.table == CONTROLS and run.result})
+    explaining = contrasts.scales_that_explain(runs)
+    asked = f"[control 1](reproduction-controls.md#rules), which asks at {COMMON_RATE:g} and at own best rates"
+    rule = "affine is not better than such a scale, which has at least half of its gain"
+    if explaining is None:
+        verdict = f"**Scales that do what affine does** at these rates: {', '.join(level) or 'none'} ({rule}; {asked})"
+    elif explaining:
+        verdict = f"**It is the output scale**, by {asked}: {', '.join(explaining)} ({rule})"
+    else:
+        verdict = f"**No scale does what affine does**, by {asked}"
     heading = f"a scale of the output does {'what affine does' if level else 'less than affine'}"
     return [
         f"**At {_listed(f'{rate:g}' for rate in rates)} {heading}**: of affine's gain on softmax, softmax times one "
         f"learned number per head has {of_learned}. Times a fixed 0.5 it has {of_half}. Affine against the learned "
         f"number: {_listed(left)}, {len(SEEDS)} seeds.",
-        f"**Scales that do what affine does** at these rates: {', '.join(level) or 'none'}. Affine is not better than "
-        "such a scale, which has at least half of its gain; [control 1](reproduction-controls.md#rules) asks that of "
-        f"{COMMON_RATE:g} and of own best rates. Numbers of the controls with finished runs: {', '.join(ran)}.",
+        f"{verdict}. Numbers of the controls with finished runs: {', '.join(ran)}.",
         *norms,
     ]
 
 
 def _listed(words: Iterable[str]) -> str:
-    return " and ".join(words)
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _percent(share: float) -> str:

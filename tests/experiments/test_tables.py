@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import claims, compare, controls, details, figures, headlines, report, runs, small, tables
+from experiments import claims, compare, contrasts, controls, details, figures, headlines, report, runs, small, tables
 from tests.support.tiny_runs import a_group, tiny
 
 MARK = "python -m experiments tables"
@@ -389,7 +389,7 @@ def test_numbers_of_the_first_control_from_the_raw_results():
         return np.array([by_seed[seed] for seed in (1, 2, 3)])
 
     (line,) = [line for line in text.splitlines() if "a scale of the output does what affine does" in line]
-    for rate in ("0.002", "0.003"):
+    for rate in ("0.002", "0.003", "0.005"):
         softmax, affine = finals("a-*", "softmax", rate), finals("a-*", "affine", rate)
         learned, half = (finals("1-scale-*", f"softmax-x-{scale}", rate) for scale in ("learned", "0.5"))
         gain = (softmax - affine).mean()
@@ -400,6 +400,42 @@ def test_numbers_of_the_first_control_from_the_raw_results():
         left = affine - learned
         margin = 4.3026527 * left.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
         assert f"{left.mean():+.3g} [{left.mean() - margin:.3g}, {left.mean() + margin:.3g}] at {rate} (open)" in line
+
+    (line,) = [line for line in text.splitlines() if "**It is the output scale**" in line]
+    rates = ("0.001", "0.002", "0.003", "0.005")
+
+    def best(groups: str, variant: str) -> np.ndarray:
+        return min((finals(groups, variant, rate) for rate in rates), key=np.mean)
+
+    for variant in ("softmax-x-0.5", "softmax-x-0.707", "softmax-x-learned", "gate-from-1"):
+        affine, softmax = best("a-*", "affine"), best("a-*", "softmax")
+        left = affine - (scale := best("1-scale-*", variant))
+        is_better = left.mean() + 4.3026527 * left.std(ddof=1) / 3**0.5 < 0
+        assert (softmax - scale).mean() >= 0.5 * (softmax - affine).mean()
+        assert (variant.replace("-x-", " x ").replace("-", " ") in line) != is_better
+
+
+def test_no_scale_explains_affine_before_it_was_asked(tmp_path):
+    """Control 1 is decided once every rate has three seeds, and by affine's interval as well as by the share."""
+    outcomes = {"softmax": 4.0, "affine": 3.9, "softmax x 0.5": 3.9, "softmax x 0.707": 3.96, "gate from 1": 3.93}
+    outcomes["softmax x learned"] = 3.7
+    rates = contrasts.TABLE_RATES
+
+    def made(group: str, variant: str, rate: float, seed: int) -> SimpleNamespace:
+        noise = 0.001 * (seed * len(variant) % 3) + (rate - 3e-3) ** 2
+        config, table = {"group": group}, controls.CONTROLS if group == "1-scale" else "a"
+        loss = {"kd": outcomes[variant] + noise}
+        return SimpleNamespace(config=config, table=table, variant=variant, rate=rate, seed=seed, valid=loss)
+
+    runs = [
+        made("a" if name in ("softmax", "affine") else "1-scale", name, rate, seed)
+        for name in outcomes
+        for rate in rates
+        for seed in (1, 2, 3)
+    ]
+    # Level, then a smaller share than a half, then enough of a share but behind affine, then ahead of affine.
+    assert contrasts.scales_that_explain(runs) == ["softmax x 0.5", "softmax x learned"]
+    assert contrasts.scales_that_explain(runs[:-1]) is None
 
 
 def test_pages_are_short_and_say_the_same():
