@@ -84,7 +84,8 @@ _BASE = Shape(2, 4, 2, 37, 37, 32)
 SHAPES = [
     Shape(1, 3, 1, 65, 65, 80),  # odd length, head dim off the power of two, group of 3
     Shape(3, 4, 1, 20, 45, 64),  # Tq < Tk, group of 4
-    Shape(2, 2, 2, 1, 50, 128),  # decode
+    Shape(2, 6, 2, 1, 50, 128),  # decode
+    Shape(1, 6, 2, 5, 50, 32),  # a few queries over a cache
     Shape(1, 4, 4, 6, 4, 32),  # more queries than keys: empty rows
     Shape(1, 2, 1, 1, 1, 32),  # a single token
 ]
