@@ -40,12 +40,10 @@ def in_stages(call: Call, dy: Tensor, output: Output) -> Gradients:
 def wrong(call: Call, dy: Tensor, output: Output) -> str | None:
     """What differs by more than 16 bits explain, or None."""
     before = dy.clone()
-    names = ("dq", "dk", "dv", "dsink", "dalpha", "dbeta", "dgate")
-    for name, a, b in zip(
-        names, sm90_backward.backward(call, dy, output), in_stages(call, dy, output), strict=True
-    ):  # fmt: skip
+    found, right = sm90_backward.backward(call, dy, output), in_stages(call, dy, output)
+    for name, a, b in zip(Gradients._fields, found, right, strict=True):
         if b is not None and not (error := float((a.float() - b.float()).norm() / b.float().norm())) < 5e-3:
-            return f"{name} differs by {error:.3g}"
+            return f"d{name} differs by {error:.3g}"
     return None if torch.equal(dy, before) else "dy is changed"
 
 

@@ -22,7 +22,19 @@ class Options(NamedTuple):
 
     scale: float
     logit: Logit | None
-    sink: float | None  # a constant one
+    constant_sink: float | None
+
+
+class Gradients(NamedTuple):
+    """One for each tensor of a call that may have one; its fields are the only list of these."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    gate: Tensor | None = None
 
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -78,15 +90,15 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that may have gradients, in the order of :data:`Gradients`."""
+        """Those that may have gradients, in the order of :class:`Gradients`."""
         sink = self.sink if isinstance(self.sink, Tensor) else None
         return self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate
 
     @classmethod
     def of(cls, options: Options, mask: Mask, *tensors: Any) -> "Call":
         """Return the call with these tensors, in the order of :attr:`tensors`."""
-        q, k, v, sink, *rows = tensors
-        return cls(q, k, v, mask, options.scale, options.logit, options.sink if sink is None else sink, *rows)
+        q, k, v, sink, *rest = tensors
+        return cls(q, k, v, mask, options.scale, options.logit, options.constant_sink if sink is None else sink, *rest)
 
 
 def refuse_context_parallel() -> None:
@@ -120,9 +132,6 @@ class Output(NamedTuple):
         """The log-sum-exp of an engine that does not recompute."""
         assert self.saved_lse is not None
         return self.saved_lse
-
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def checked_call(

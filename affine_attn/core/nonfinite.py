@@ -48,7 +48,8 @@ def careful_gradients(
     gradients = backward(clean, forward(clean))
     if not (dy.masked_fill(~poisoned, 0.0) != 0).any():
         return gradients
-    return tuple(None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
+    spoilt = (None if gradient is None else torch.full_like(gradient, float("nan")) for gradient in gradients)
+    return Gradients._make(spoilt)
 
 
 def _clean(call: Call) -> tuple[Call, Tensor]:

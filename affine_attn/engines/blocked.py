@@ -4,8 +4,6 @@ Any logit, any mask, any device; memory is linear in the length because only a f
 time. It is the engine of last resort for training and the first one for masks that stock kernels lack.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,8 +32,8 @@ def forward(call: Call, plan: Plan) -> Output:
 
 
 def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
-    gradients = dq, dk, *_ = _backward(call, dy)
-    if _is_fine(call, dq, dk):
+    gradients = _backward(call, dy)
+    if _is_fine(call, gradients.q, gradients.k):
         return gradients
     return careful_gradients(call, dy, _forward, lambda clean, _: _backward(clean, dy))
 
@@ -55,7 +53,7 @@ def _forward(call: Call) -> Output:
     return Output(y)
 
 
-def _backward(call: Call, dy: Tensor) -> tuple[Any, ...]:
+def _backward(call: Call, dy: Tensor) -> Gradients:
     dtype = row_dtype(call.q)
     k, v = call.k.to(dtype), call.v.to(dtype)
     dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
@@ -92,9 +90,9 @@ def _backward(call: Call, dy: Tensor) -> tuple[Any, ...]:
         ds = call.scale * (ds if factor is None else ds * factor)
         dq[:, :, rows] = grouped_matmul(ds, k[:, :, keys])
         dk[:, :, keys] += _sum_over_group(ds, call.q[:, :, rows].to(dtype), k)
-    inputs = (call.q, call.k, call.v, call.sink, call.alpha, call.beta, call.gate)
-    gradients = (dq, dk, dv, dsink, dalpha, dbeta, dgate)
-    return tuple(d.to(x.dtype) if isinstance(x, Tensor) else None for x, d in zip(inputs, gradients, strict=True))
+    gradients = Gradients(dq, dk, dv, dsink, dalpha, dbeta, dgate)
+    given = zip(call.tensors, gradients, strict=True)
+    return Gradients._make(None if x is None or d is None else d.to(x.dtype) for x, d in given)
 
 
 def _probabilities(call: Call, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -7,7 +7,6 @@ nothing of sinks, gates or alpha.
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def compose(
     attend_backward: AttentionBackward,
     guarded_on: tuple[str, ...],
     whole_forward: Callable[[Call], Output] | None = None,
-    whole_backward: Callable[[Call, Tensor, Output], Any] | None = None,
+    whole_backward: Callable[[Call, Tensor, Output], Gradients] | None = None,
 ) -> Run:
     """Return the engine's ``run``; ``guarded_on`` are the devices where non-finite keys and values are looked for.
 
@@ -63,24 +62,24 @@ def compose(
     def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         gradients = run_backward(call, plan, dy, output)
         # Matmuls with bad keys and values make dq bad, those with bad queries dk.
-        if not is_guarded(call) or all_finite(*gradients[:2]) or is_clean(call):
+        if not is_guarded(call) or all_finite(gradients.q, gradients.k) or is_clean(call):
             return gradients
         return careful_gradients(
             call, dy, lambda clean: forward(clean, plan), lambda clean, output: run_backward(clean, plan, dy, output)
         )
 
-    def run_backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> tuple[Any, ...]:
+    def run_backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         scaled = row_scaled(call, plan.epilogue == "kernels")
         if plan.backward == "sm90" and whole_backward is not None:
-            dq, *rest = whole_backward(scaled, dy, output)
+            gradients = whole_backward(scaled, dy, output)
         else:
             rows = _epilogue(plan).RowGradients(call, dy, output)
             with rows.incoming() as do:
-                gradients = attend_backward(scaled, plan.backward, do, rows.out, output.lse)
-            dq, *rest = rows.finish(*gradients)
+                attended = attend_backward(scaled, plan.backward, do, rows.out, output.lse)
+            gradients = rows.finish(*attended)
         if isinstance(call.logit, LogN):
-            _times_row_scale(call, dq, dq, plan.epilogue == "kernels")
-        return dq, *rest
+            _times_row_scale(call, gradients.q, gradients.q, plan.epilogue == "kernels")
+        return gradients
 
     def fake(call: Call, facts: Facts) -> Output:
         y = torch.empty_like(call.q)

@@ -5,20 +5,20 @@ operator pair: being opaque, with fake implementations, engines may loop and bra
 ``fullgraph=True``, recompute under activation checkpointing and shard. An engine brings
 
     forward(call, plan)  -> Output     the result, and what the backward wants back
-    backward(call, plan, dy, Output) -> (dq, dk, dv, dsink, dalpha, dbeta, dgate), None where the input is None
+    backward(call, plan, dy, Output) -> Gradients, None where the input is None
     fake(call, facts) -> Output        shapes and strides, known from facts alone
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.call import Call, Gradients, Options, Output
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, logit_of_kind
 from affine_attn.engines.needs import Facts, facts_of, sizes_of
@@ -30,42 +30,32 @@ Backward = Callable[[Call, Plan, Tensor, Output], Gradients]
 Fake = Callable[[Call, Facts], Output]
 Run = Callable[[Call, Facts], Tensor]
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alpha, Tensor? beta, Tensor? gate, "
-    "Tensor? documents, Tensor? padding, Tensor? lengths, bool causal, int? window, float scale, "
-    "str logit, float? constant_sink"
-)
+# A call as the arguments of an operator: tensors that have gradients, those of its mask, then what is no tensor. Names,
+# types and places follow from the fields of Gradients, Mask and Options.
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int | None: "int?", float: "float"}
+_TYPES |= {float | None: "float?", Logit | None: "str"}
+_OF_MASK = {name: _TYPES[kind] for name, kind in Mask.__annotations__.items()}
+_FIELDS = {name: _TYPES[kind] for name, kind in Gradients.__annotations__.items()}
+_GRADIENTS = len(_FIELDS)
+_FIELDS |= {name: kind for name, kind in _OF_MASK.items() if kind == "Tensor?"}
+_TENSORS = len(_FIELDS)
+_FIELDS |= _OF_MASK | {name: _TYPES[kind] for name, kind in Options.__annotations__.items()}
+_MASK = tuple(name for name in _FIELDS if name in _OF_MASK)
+_ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 
 
-class Flat(NamedTuple):
-    """A call as the arguments of an operator. The first seven have gradients."""
+def flatten(call: Call) -> tuple[Any, ...]:
+    """Return a call as the arguments of an operator."""
+    scale, logit, sink = call.options
+    return *call.tensors, *(getattr(call.mask, name) for name in _MASK), scale, encode_logit(logit), sink
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink: Tensor | None
-    alpha: Tensor | None
-    beta: Tensor | None
-    gate: Tensor | None
-    documents: Tensor | None
-    padding: Tensor | None
-    lengths: Tensor | None
-    causal: bool
-    window: int | None
-    scale: float
-    logit: str
-    constant_sink: float | None
 
-    @classmethod
-    def of(cls, call: Call) -> "Flat":
-        m, options = call.mask, call.options
-        numbers = m.causal, m.window, options.scale, encode_logit(options.logit), options.sink
-        return cls._make((*call.tensors, m.documents, m.padding, m.lengths, *numbers))
-
-    def call(self) -> Call:
-        mask = Mask(self.causal, self.window, self.documents, self.padding, self.lengths)
-        sink = self.sink if self.constant_sink is None else self.constant_sink
-        return Call(*self[:3], mask, self.scale, decode_logit(self.logit), sink, *self[4:7])
+def unflatten(flat: tuple[Any, ...]) -> Call:
+    """Return the call of :func:`flatten`."""
+    end = _GRADIENTS + len(_MASK)
+    scale, logit, sink = flat[end:]
+    mask = Mask(**dict(zip(_MASK, flat[_GRADIENTS:end], strict=True)))
+    return Call.of(Options(scale, decode_logit(logit), sink), mask, *flat[:_GRADIENTS])
 
 
 def encode_logit(logit: Logit | None) -> str:
@@ -127,18 +117,18 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         return backward(call, kernels(name, facts, sizes_of(call, facts)), dy, output)
 
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
-        call = Flat(*flat).call()
+        call = unflatten(flat)
         # Gradients are asked for, whatever the grad mode is inside of an operator.
         saved = Output(y, *(x if x.numel() else None for x in (out, lse, sums)))
         gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, saved)
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
             dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
-            for x, gradient in zip(flat[:7], gradients, strict=True)
+            for x, gradient in zip(flat[:_GRADIENTS], gradients, strict=True)
         ]
 
     def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
-        return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:7]]
+        return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:_GRADIENTS]]
 
     op = _operator(name, planned, fake)
     op_backward = torch.library.custom_op(
@@ -151,7 +141,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     op_backward.register_autograd(_no_second_derivative)
 
     def setup_context(ctx, inputs, output):
-        tensors, ctx.options = inputs[:10], inputs[10:]
+        tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:]
         y, out, lse, sums = output
         # y is kept only where it doubles as the attention output that the backward needs.
         ctx.save_for_backward(y if lse.numel() and not out.numel() else lse.new_empty(0), out, lse, sums, *tensors)
@@ -160,10 +150,10 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     def autograd_backward(ctx, dy, *_):
         y, out, lse, sums, *tensors = ctx.saved_tensors
         if dy is None:
-            return (None,) * (len(tensors) + len(ctx.options))
+            return (None,) * len(_FIELDS)
         gradients = op_backward(dy, y, out, lse, sums, *tensors, *ctx.options)
-        given = [None if x is None else gradient for x, gradient in zip(tensors[:7], gradients, strict=True)]
-        return (*given, *(None,) * (len(tensors) - 7 + len(ctx.options)))
+        given = [None if x is None else gradient for x, gradient in zip(tensors[:_GRADIENTS], gradients, strict=True)]
+        return (*given, *(None,) * (len(_FIELDS) - _GRADIENTS))
 
     op.register_autograd(autograd_backward, setup_context=setup_context)
 
@@ -186,25 +176,27 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
             y, out, lse, sums, *tensors = ctx.saved_tensors
             if dy is None:
-                return (None,) * 9
+                return (None,) * (2 + _GRADIENTS)
             if is_legacy_batchedtensor(dy):
                 raise RuntimeError(
                     "attention takes no batched gradients (is_grads_batched, vectorize) on its fast engines; "
                     "attention(..., impl='reference') does"
                 )
-            call = Call.of(ctx.options, ctx.mask, *tensors[:7])
+            call = Call.of(ctx.options, ctx.mask, *tensors[:_GRADIENTS])
             if torch.is_grad_enabled():
                 # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
                 saved = Output(dy.new_empty(0) if y is None else y, out, lse, sums)
-                found = op_backward(dy, *_filled(saved), *Flat.of(call))
-                gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
+                found = op_backward(dy, *_filled(saved), *flatten(call))
+                gradients = [
+                    None if x is None else gradient for x, gradient in zip(tensors[:_GRADIENTS], found, strict=True)
+                ]
             else:
                 gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
             return (None, None, *gradients)
 
     def run(call: Call, facts: Facts) -> Tensor:
         if facts.is_traced:
-            return op(*Flat.of(call))[0]
+            return op(*flatten(call))[0]
         return Eager.apply(call, facts, *call.tensors) if facts.has_grad else planned(call, facts).y
 
     return run
@@ -234,16 +226,16 @@ def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
         return forward(call, kernels(name, facts, sizes_of(call, facts)))
 
     op = _operator(name, planned, fake)
-    return lambda call, facts: op(*Flat.of(call))[0] if facts.is_traced else planned(call, facts).y
+    return lambda call, facts: op(*flatten(call))[0] if facts.is_traced else planned(call, facts).y
 
 
 def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     def run(*flat) -> tuple[Tensor, ...]:
-        call = Flat(*flat).call()
+        call = unflatten(flat)
         return _filled(planned(call, facts_of(call)))
 
     def run_fake(*flat) -> tuple[Tensor, ...]:
-        call = Flat(*flat).call()
+        call = unflatten(flat)
         return _filled(fake(call, facts_of(call)))
 
     schema = f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"

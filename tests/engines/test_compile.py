@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
 from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
-from affine_attn.engines.operator import Flat
+from affine_attn.engines.operator import flatten, unflatten
 from affine_attn.kernels import launch
 from tests.support.cases import SPECS
 
@@ -156,7 +157,21 @@ def test_operators_keep_the_rules_of_torch_library(engine, stages):
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
     leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     call = checked_call(mask=mask, **leaves)
-    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, tuple(Flat.of(call)))
+    torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, flatten(call))
+
+
+def test_an_operator_gets_all_of_a_call():
+    """Also that documents lie in order, so that nothing is sorted."""
+    inputs = random_inputs(SPECS["scale_invariant+sink+affine+headwise"], Shape(1, 2, 1, 9, 9, 16))
+    mask = Mask.packed([3, 6], window=4)
+    mask = replace(mask, padding=torch.ones(1, 9, dtype=torch.bool), lengths=torch.tensor([9]))
+    for call in (checked_call(**inputs, mask=mask, scale=0.3), checked_call(**inputs | {"sink": 2.0})):
+        arguments = flatten(call)
+        again = unflatten(arguments)
+        assert again.options == call.options
+        assert all(a is b for a, b in zip(again.tensors, call.tensors, strict=True))
+        assert vars(again.mask) == vars(call.mask)
+        assert len(arguments) == len(torch.ops.affine_attn.blocked.default._schema.arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -170,7 +185,7 @@ def test_fake_outputs_have_the_real_strides(engine, transposed, dtype):
             inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | inputs
     leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    flat = tuple(Flat.of(checked_call(mask=CALLS[engine][1], **leaves)))
+    flat = flatten(checked_call(mask=CALLS[engine][1], **leaves))
     torch.library.opcheck(
         getattr(torch.ops.affine_attn, engine).default, flat, test_utils=("test_faketensor", "test_aot_dispatch_static")
     )

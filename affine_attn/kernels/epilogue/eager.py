@@ -133,7 +133,7 @@ class RowGradients:
             dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
         dalpha = None if call.alpha is None or self.along_o is None else self.along_o.to(call.alpha.dtype)
         dbeta = None if call.beta is None or self.dbeta is None else self.dbeta.to(call.beta.dtype)
-        return dq, dk, dv, dsink, dalpha, dbeta, self.dgate
+        return Gradients(dq, dk, dv, dsink, dalpha, dbeta, self.dgate)
 
 
 def new_saved_sums(call: Call) -> Tensor:

@@ -161,9 +161,9 @@ class RowGradients:
     def finish(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
         """Return all gradients, from those of the attention."""
         if self.is_plain:
-            return dq, dk, dv, None, None, None, None
+            return Gradients(dq, dk, dv)
         self._add_to_values(dv)
-        return dq, dk, dv, *self._results()
+        return Gradients(dq, dk, dv, *self._results())
 
     def _launch(self) -> None:
         call, tiling = self.call, self.tiling
@@ -219,7 +219,7 @@ class RowGradients:
             whole = self.totals[:, 0].view(batch, kv_heads, 1, -1)[..., :head_dim]
             dv[:, :, seen_by_all] += whole  # added in fp32, rounded once
 
-    def _results(self) -> Gradients:
+    def _results(self) -> tuple[Tensor | None, ...]:
         call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
         dsink, dalpha, dbeta, dgate = (None if x is None else functools.reduce(torch.add, x) for x in self.parts)

@@ -56,7 +56,7 @@ def backward(call: Call, dy: Tensor, output: Output) -> Gradients:
     finally:
         if rows.do is dy:  # of which rows are negated, and which is the caller's
             epilogue.negate_rows(call, dy)
-    return rounded(call, sums), dk, dv, *rows.results()
+    return Gradients(rounded(call, sums), dk, dv, *rows.results())
 
 
 def _copyable(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Preprocess:
         }  # fmt: skip
         run(Launch("sm90.preprocess_kernel.sm90_preprocess_kernel", (_even(items, most),), arguments))
 
-    def results(self) -> Gradients:
+    def results(self) -> tuple[Tensor | None, ...]:
         dsink = None if self.dsink is None else epilogue.dsink_of(self.call, self.dsink)
         dalpha = None if self.dalpha is None else self.dalpha.to(self.call.alpha.dtype)
         return dsink, dalpha, self.dbeta, self.dgate
