@@ -144,7 +144,9 @@ def distill(
 
         with exit_codes_of_signals("--resume goes on after the last checkpoint, if there is one"):
             folder = run(chosen, output or Path("runs") / name, resume)
+        from affine_attn.models.folder import HOW_TO_LOAD
     say(str(folder))
+    say(HOW_TO_LOAD)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -23,13 +23,14 @@ from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
+from affine_attn.models.folder import CARD, model_card
 from affine_attn.models.load import load
 from affine_attn.models.presets import at_length
-from affine_attn.runs.files import read_object, write_json
+from affine_attn.runs.files import read_object, write_json, write_text
 from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder
 from affine_attn.runs.locks import alone_in_run
 from affine_attn.runs.provenance import environment
-from affine_attn.runs.series import result
+from affine_attn.runs.series import LOSSES, result
 
 # They decide how a run is carried out; another value may be given on resuming.
 _FREE = {
@@ -113,11 +114,22 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
             trainer.save_model(str(unfinished))
             if args.should_save:
                 copy_files(dataset.tokenizer, unfinished)
+                name = f"{output.resolve().name}/{folder.model.name}"
+                write_text(unfinished / CARD, model_card(config, name, _training(recipe, result(folder))))
         if args.should_save:
             write_json(folder.result, result(folder))
             unfinished.replace(folder.model)
         trainer.accelerator.wait_for_everyone()
     return folder.model
+
+
+def _training(recipe: Recipe, result: dict[str, Any]) -> str:
+    """What the model card says of the run: its last losses and its recipe."""
+    how = "with `affine-attn distill`" + (f" against the teacher {recipe.teacher}" if recipe.teacher else "")
+    losses = [f"| {name} | {result[name]:.4f} |" for name in LOSSES if name in result]
+    fields = [f"    {name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    table = ["| after the last step | |", "|---|---|", *losses]
+    return "\n".join(["", f"{recipe.steps} steps {how}.", "", *table, "", "The recipe:", "", *fields, ""])
 
 
 def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:

@@ -11,11 +11,11 @@ from affine_attn.distill.run import take_up
 from affine_attn.errors import UserError
 from affine_attn.runs.files import read_object
 from affine_attn.runs.layout import TEACHER, RunFolder
+from affine_attn.runs.series import LOSSES
 
 # Columns of the table, as result.json has them.
-_LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
 _GRADIENTS = ("mean", "std", "variance", "cv", "spikes_6", "spikes_9")
-_COLUMNS = ("run", *_LOSSES, *(f"grad {name}" for name in _GRADIENTS), "stopped")
+_COLUMNS = ("run", *LOSSES, *(f"grad {name}" for name in _GRADIENTS), "stopped")
 # A teacher that differs in one of these is another one. Else how it was trained is a matter of the recipe, not of the
 # sweep: students are compared under the same teacher.
 _TEACHER = ("student", "vocab_size", "data", "documents", "sequence_length")
@@ -74,7 +74,7 @@ def outcome(label: str, recipe: Recipe, output: Path) -> dict[str, Any]:
         return {"run": label, "stopped": str(error)}
     found = read_object(RunFolder(output / label).result, "gradients")
     gradients = {f"grad {key}": found["gradients"][key] for key in _GRADIENTS}
-    return {"run": label, **{key: found[key] for key in _LOSSES if key in found}, **gradients}
+    return {"run": label, **{key: found[key] for key in LOSSES if key in found}, **gradients}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

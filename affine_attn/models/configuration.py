@@ -3,7 +3,9 @@
 # transformers annotates as strings and class variables what it makes properties of and sets on instances.
 # pyright: reportIncompatibleVariableOverride=false, reportAttributeAccessIssue=false
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from affine_attn.core.spec import AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
 from affine_attn.errors import UserError
 from affine_attn.models.attn_implementation import NAME
+from affine_attn.models.folder import write_beside
 from affine_attn.nn.rope import Rope
 
 _SIZES = (
@@ -28,6 +31,8 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# Of the code in a saved folder.
+MODULE = "modeling_affine_attn"
 OWN_ROPE_TYPES = ("p_rope", "p_rope_top", "nope")
 
 
@@ -43,6 +48,15 @@ class AffineAttnConfig(LlamaConfig):
     """
 
     model_type = "affine_attn"
+    # Which class of that file each Auto class takes, where this package is not imported.
+    auto_map = {  # noqa: RUF012 (as in transformers)
+        "AutoConfig": f"{MODULE}.AffineAttnConfig",
+        "AutoModel": f"{MODULE}.AffineAttnModel",
+        "AutoModelForCausalLM": f"{MODULE}.AffineAttnForCausalLM",
+        "AutoModelForSequenceClassification": f"{MODULE}.AffineAttnForSequenceClassification",
+        "AutoModelForTokenClassification": f"{MODULE}.AffineAttnForTokenClassification",
+        "AutoModelForQuestionAnswering": f"{MODULE}.AffineAttnForQuestionAnswering",
+    }
 
     attention: Any = "affine"
     window: int | list[int | None] | None = None
@@ -132,11 +146,19 @@ class AffineAttnConfig(LlamaConfig):
             raise UserError(f"AffineAttn models run attn_implementation={NAME!r} only, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        fields = super().to_dict()
-        if self._auto_class is None:
-            # Code may lie beside the weights that were read; it does not beside those that will be written.
-            fields.pop("auto_map", None)
-        return fields
+        # That of what will be written: what was read may have named other files.
+        return super().to_dict() | {"auto_map": dict(type(self).auto_map)}
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save config.json, and beside it the code that ``trust_remote_code=True`` runs and a model card."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_beside(self, folder)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: transformers would write the file of this class beside the weights, without what it imports."""
 
     def spec(self, layer: int) -> AttentionSpec:
         """The attention of one layer."""

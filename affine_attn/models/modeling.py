@@ -8,10 +8,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -167,6 +181,10 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
             raise UserError(f"{pretrained_model_name_or_path}: {problem}, so the checkpoint is damaged")
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing, as for the config, which writes what a folder needs."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # transformers' init functions leave alone what a checkpoint has already filled.
@@ -259,3 +277,23 @@ class AffineAttnForCausalLM(AffineAttnPreTrainedModel, LlamaForCausalLM):
             return None
         slots, _ = past_key_values.get_mask_sizes(1, 0)
         return F.pad(attention_mask, (0, max(slots - attention_mask.shape[1], 0)), value=1)
+
+
+class AffineAttnForSequenceClassification(GenericForSequenceClassification, AffineAttnPreTrainedModel):
+    """The decoder with a linear head on the last token that is not padding; what trl calls a reward model, too."""
+
+
+class AffineAttnForTokenClassification(GenericForTokenClassification, AffineAttnPreTrainedModel):
+    """The decoder with a linear head on every token."""
+
+
+class AffineAttnForQuestionAnswering(GenericForQuestionAnswering, AffineAttnPreTrainedModel):
+    """The decoder with a linear head for the start and the end of an answer."""
+
+
+# Here, where the code in a folder has it too: the heads above make their decoder by it.
+AutoModel.register(AffineAttnConfig, AffineAttnModel)
+AutoModelForCausalLM.register(AffineAttnConfig, AffineAttnForCausalLM)
+AutoModelForSequenceClassification.register(AffineAttnConfig, AffineAttnForSequenceClassification)
+AutoModelForTokenClassification.register(AffineAttnConfig, AffineAttnForTokenClassification)
+AutoModelForQuestionAnswering.register(AffineAttnConfig, AffineAttnForQuestionAnswering)

@@ -1,12 +1,11 @@
 """Folders that load without this package: ``from_pretrained(folder, trust_remote_code=True)``.
 
-The file beside the weights is put together from the package's own sources, the dense reference in place of the engines,
-so there is no second implementation to keep in step.
+Where other folders have a file that imports the package, these have its code, put together from the package's own
+sources, the dense reference in place of the engines. So there is no second implementation to keep in step.
 """
 
 import ast
 import inspect
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -17,22 +16,30 @@ from affine_attn.core import blocks, call, masks, nonfinite, reference, spec, st
 from affine_attn.errors import UserError
 from affine_attn.models import attn_implementation, configuration, modeling, streaming, tensor_parallel
 from affine_attn.models import masks as prepared_masks
+from affine_attn.models.configuration import MODULE
+from affine_attn.models.folder import CARD, model_card
 from affine_attn.nn import alpha, layer, rope
 from affine_attn.runs.files import write_text
 
-MODULE = "modeling_affine_attn"
 _BEFORE_ATTENTION = (checks, errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
 _AFTER_ATTENTION = (
     *(alpha, layer, prepared_masks, attn_implementation),
     *(configuration, tensor_parallel, streaming, modeling),
 )
-# The rule for these modules: they import only each other and ``api.attention``, and no two define the same name.
+# The rule for these modules: they import only each other and what is below in another form, and no two define the same
+# name.
 MODULES = (*_BEFORE_ATTENTION, *_AFTER_ATTENTION)
 # api.py without the engines.
 _ATTENTION = '''
 def attention(*arguments, impl: str = "reference", **named) -> Tensor:
     """The dense reference; the package affine-attn runs the same on fast kernels."""
     return run(checked_call(*arguments, **named))
+'''
+# folder.py where the package is not.
+_WRITE_BESIDE = '''
+def write_beside(config: Any, folder: Path) -> None:
+    """Hand this file on."""
+    (folder / f"{MODULE}.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
 '''
 
 
@@ -41,13 +48,7 @@ def save_with_code(model: PreTrainedModel, folder: str | Path) -> None:
     folder = Path(folder)
     model.save_pretrained(folder)
     write_text(folder / f"{MODULE}.py", modeling_source())
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["auto_map"] = {
-        "AutoConfig": f"{MODULE}.AffineAttnConfig",
-        "AutoModel": f"{MODULE}.AffineAttnModel",
-        "AutoModelForCausalLM": f"{MODULE}.AffineAttnForCausalLM",
-    }
-    write_text(folder / "config.json", f"{json.dumps(config, indent=2)}\n")
+    write_text(folder / CARD, model_card(model.config, folder.name, own_code=True))
 
 
 def modeling_source() -> str:
@@ -57,7 +58,7 @@ def modeling_source() -> str:
     names: dict[str, str] = {}
     for module in _BEFORE_ATTENTION:
         _take(module, imports, bodies, names)
-    bodies.append(_ATTENTION)
+    bodies += [_ATTENTION, _WRITE_BESIDE]
     for module in _AFTER_ATTENTION:
         _take(module, imports, bodies, names)
     # A name of its own, so that this code and the package can be loaded side by side.

@@ -42,6 +42,8 @@ LATE = 7 / 9
 # Of the paper's statistics of gradients.
 STEPS = 500
 SPIKE_FACTORS = (6, 9)
+# What result.json may have of them.
+LOSSES = ("loss", "kd", "hard", "valid_loss", "valid_kd", "valid_hard", "valid_perplexity")
 _SPEEDS = ("tokens_per_second", "mfu")
 _MEMORY = ("peak_memory_bytes", "max_rss_bytes")
 

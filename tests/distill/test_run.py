@@ -142,6 +142,10 @@ def test_a_run_from_the_command_line(data, tmp_path):
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert student.config.use_cache
     assert averages(student).min() > 0.2
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert all(part in card for part in ("# run/model", "12 steps with", f"| loss | {rows[-1]['loss']:.4f} |"))
+    assert "    learning_rate=0.01\n" in card
+    assert "after `import affine_attn.models`" in result.output.replace("\n", " ")
     # The forward that returned losses was the trainer's; this one has logits.
     assert student(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
 

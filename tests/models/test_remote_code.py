@@ -28,6 +28,7 @@ for folder, model in models.items():
     generated = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
     assert torch.equal(generated, expected["generated"]), folder.name
     print(folder.name)
+model.save_pretrained(root / "modules" / "again")
 """
 
 
@@ -44,6 +45,7 @@ def test_a_python_without_the_package_runs_all_variants_side_by_side(tmp_path, m
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == sorted(VARIANTS)
+    assert (tmp_path / "modules" / "again" / "modeling_affine_attn.py").read_text() == modeling_source()
 
 
 def test_without_the_flag_the_package_loads_it_and_forgets_the_code(tmp_path):
@@ -53,7 +55,8 @@ def test_without_the_flag_the_package_loads_it_and_forgets_the_code(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "with", trust_remote_code=False)
     assert type(again) is AffineAttnForCausalLM
     again.save_pretrained(tmp_path / "without")
-    assert "auto_map" not in json.loads((tmp_path / "without" / "config.json").read_text())
+    assert "import" in (code := (tmp_path / "without" / "modeling_affine_attn.py").read_text())
+    assert len(code.splitlines()) == 3
 
 
 def test_the_code_needs_torch_and_transformers_alone():
