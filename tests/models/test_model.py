@@ -169,7 +169,7 @@ def test_output_attentions_as_a_setting():
 def test_save_and_load(name, tmp_path):
     model = tiny_model(name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json", ".py", ".md"}
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     tokens, mask = left_padded()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
