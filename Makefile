@@ -21,7 +21,7 @@ demo: .venv/.demo
 
 test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/kernels/test_aot.py
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 -m "not aot_full" tests/kernels/test_aot.py tests/kernels/test_launch.py
 
 docs: .venv/.installed
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site

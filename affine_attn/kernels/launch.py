@@ -1,4 +1,4 @@
-"""Launches as data: which kernel runs on which grid with which arguments, and the one function that runs them.
+"""Launches as data: which kernel runs on which grid with which arguments, and what runs them.
 
 Whoever replaces ``function`` sees everything that would run, without a GPU.
 """
@@ -7,8 +7,10 @@ import functools
 import importlib
 import math
 import os
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 # Kernels exponentiate in base 2.
@@ -43,16 +45,155 @@ def function(kernel: str) -> Any:
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
-def strides(x: Tensor | None, letter: str, axes: str = "bht") -> dict[str, int]:
-    """Return {"stride_<letter><axis>": stride} of the first dimensions; zeros for an absent tensor."""
-    return {f"stride_{letter}{axis}": 0 if x is None else x.stride(n) for n, axis in enumerate(axes)}
+class Tiles(NamedTuple):
+    """How TMA copies tiles of a tensor: its descriptor but for the address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, x: Tensor) -> Any:
+        """Return the descriptor of ``x``."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layout = _shared_layout(self.block, self.dtype)
+        return TensorDescriptor(x.view(self.shape), list(self.shape), list(self.strides), list(self.block), layout)
 
 
-def sink_strides(sink: Tensor | None) -> dict[str, int]:
+@functools.cache
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for(list(block), kind)
+
+
+class Prepared:
+    """A launch but for its tensors: what their layouts decide. Call it with the tensors, by name, to launch.
+
+    At each launch Triton looks at every argument to find the kernel that it has compiled for such ones, which takes
+    longer than a small kernel runs. Here the numbers are always the same, so that a compiled kernel is remembered by
+    what else Triton's choice depends on.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        numbers: dict[str, Any],  # arguments and options of the launch
+        tiles: dict[str, Tiles] | None = None,  # of the tensors that TMA copies
+    ):
+        self.kernel, self.grid, self.numbers, self.tiles = kernel, grid, numbers, tiles or {}
+        self._function: Any = None
+        self._known: dict[tuple, _Compiled] = {}
+
+    def __call__(self, **tensors: Tensor | None) -> None:
+        kernel = function(self.kernel)
+        if kernel is self._function and not kernel.pre_run_hooks:
+            known = self._known.get(_key(tensors))
+            if known is not None:
+                known.launch(tensors.values())
+                return
+        given = {
+            name: self.tiles[name].of(x) if name in self.tiles and x is not None else x for name, x in tensors.items()
+        }
+        compiled = kernel[self.grid](**given, **self.numbers)
+        # An interpreter compiles nothing, and on AMD the choice depends on more.
+        if compiled is None or torch.version.hip is not None or not isinstance(compiled, _triton().compiled_kernel):
+            return
+        if kernel is not self._function:
+            self._function, self._known = kernel, {}
+        self._known[_key(tensors)] = _Compiled.of(compiled, self.grid, kernel.arg_names, given, self.numbers)
+
+
+def prepared(make: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """Decorate a function that prepares a launch: it runs once for the same layouts, of which the last are kept."""
+    # To Triton an int and a float that are equal are two types.
+    return functools.lru_cache(1024, typed=True)(make)
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel with its arguments in order."""
+
+    run: Callable[..., None]
+    arguments: list[Any]
+    places: list[int]  # of tensors among them
+    descriptors: list[tuple[int, type, dict[str, Any]]]  # place, class and attributes
+
+    @classmethod
+    def of(
+        cls, compiled: Any, grid: tuple[int, ...], names: list[str], given: dict[str, Any], numbers: dict[str, Any]
+    ) -> "_Compiled":
+        """Keep no tensor, whose memory would never be free again."""
+        arguments = [None if name in given else numbers[name] for name in names]
+        places = {name: names.index(name) for name in given}
+        descriptors = [
+            (places[name], type(x), vars(x) | {"base": None})
+            for name, x in given.items()
+            if x is not None and not isinstance(x, Tensor)
+        ]
+        return cls(compiled[(*grid, 1, 1)[:3]], arguments, list(places.values()), descriptors)
+
+    def launch(self, tensors: Iterable[Tensor | None]) -> None:
+        arguments = self.arguments.copy()
+        for place, x in zip(self.places, tensors, strict=True):
+            arguments[place] = x
+        for place, kind, attributes in self.descriptors:
+            # Not by its constructor, which would check again what does not change.
+            descriptor = object.__new__(kind)
+            vars(descriptor).update(attributes, base=arguments[place])
+            arguments[place] = descriptor
+        self.run(*arguments)
+
+
+class _Triton(NamedTuple):
+    """What of Triton is needed, imported when a kernel has been launched."""
+
+    driver: Any
+    runtime: Any
+    compilation: Any
+    compiled_kernel: type
+
+
+@functools.cache
+def _triton() -> _Triton:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    return _Triton(driver, knobs.runtime, knobs.compilation, CompiledKernel)
+
+
+def _key(tensors: dict[str, Tensor | None]) -> tuple:
+    """Return what Triton's choice of a compiled kernel depends on besides numbers: the device, settings, types, and
+    whether addresses are multiples of 16."""
+    driver, runtime, compilation, _ = _triton()
+    key: list[Any] = [driver.active.get_current_device(), runtime.debug, compilation.instrumentation_mode]
+    key.append(getattr(runtime, "add_stages_inspection_hook", None))  # since Triton 3.7
+    for name, x in tensors.items():
+        key += (name,) if x is None else (name, x.dtype, x.data_ptr() % 16 == 0)
+    return tuple(key)
+
+
+def strides(x: Tensor | tuple[int, ...] | None, letter: str, axes: str = "bht") -> dict[str, int]:
+    """Return {"stride_<letter><axis>": stride} of the first dimensions of a tensor, or of what its strides are; zeros
+    for an absent one."""
+    steps = x.stride() if isinstance(x, Tensor) else x
+    return {f"stride_{letter}{axis}": 0 if steps is None else steps[n] for n, axis in enumerate(axes)}
+
+
+def steps(x: Tensor | None) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that may be absent."""
+    return None if x is None else x.stride()
+
+
+def sink_strides(sink: Tensor | tuple[int, ...] | None) -> dict[str, int]:
     """Return the strides of a learned sink, [H] or [B, H, Tq]."""
-    if sink is None or sink.ndim == 3:
-        return strides(sink, "s")
-    return {"stride_sb": 0, "stride_sh": sink.stride(0), "stride_st": 0}
+    steps = sink.stride() if isinstance(sink, Tensor) else sink
+    if steps is None or len(steps) == 3:
+        return strides(steps, "s")
+    return {"stride_sb": 0, "stride_sh": steps[0], "stride_st": 0}
 
 
 def sink_kind(sink: Tensor | float | None) -> int:

@@ -121,7 +121,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("kernels/interpreter", "slices_of_columns_of_several_sequences"),
     ),
     "slices of columns write into each other's part": Mutation(
-        FUSED, "self.dy[..., 0].numel()", "self.dy[0, ..., 0].numel()",
+        FUSED, "tiling.batch * tiling.heads * tiling.queries", "tiling.heads * tiling.queries",
         _in("kernels/interpreter", "slices_of_columns_of_several_sequences"),
     ),
     "a failed backward leaves rows negated": Mutation(
@@ -133,7 +133,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("kernels/sm90_backward", "a_gradient_of_y_that_is_an_input"),
     ),
     "sinks of heads are taken for neighbours in memory": Mutation(
-        LAUNCH, "\"stride_sh\": sink.stride(0)", "\"stride_sh\": 1",
+        LAUNCH, "\"stride_sh\": steps[0]", "\"stride_sh\": 1",
         _in("kernels/interpreter", "any_memory_layout_will_do"),
     ),
     "every sequence has LogN's scale of the first": Mutation(
@@ -256,10 +256,10 @@ MUTATIONS: dict[str, Mutation] = {
         _in("kernels/sm90_forward", "programs_share_the_tiles_evenly"),
     ),
     "rows that TMA cannot load are let through": Mutation(
-        SCHEDULER, "n > 0 and not n % 8", "n > 0", _in("kernels/sm90_forward", "rows_that_tma_cannot_load_are_told")
+        SCHEDULER, "b % 8 or h % 8 or t % 8 or ", "", _in("kernels/sm90_forward", "rows_that_tma_cannot_load_are_told")
     ),
     "beta in units of the scores is not scaled back": Mutation(
-        SM90_BACKWARD, "1 / call.scale", "call.scale",
+        SM90_BACKWARD, "1 / scale", "scale",
         _in("kernels/sm90_backward", "gradients[affine-B1-H2-K1-T300x300-D64]"),
     ),
     "dq lacks the scale of the scores": Mutation(

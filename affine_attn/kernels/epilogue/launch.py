@@ -27,11 +27,12 @@ from affine_attn.kernels.launch import (
     RUNNING,
     TABLE,
     WHOLE,
-    Launch,
+    Prepared,
     gate_kind,
-    run,
+    prepared,
     sink_kind,
     sink_strides,
+    steps,
     strides,
 )
 from affine_attn.kernels.visible_sums import launch as visible_sums
@@ -55,49 +56,67 @@ _FORWARD_LEAD, _BACKWARD_LEAD = 1_000, 0.003
 class Begun(NamedTuple):
     """What the epilogue's forward prepares before the attention is launched."""
 
-    tiling: Tiling
     value_sums: Tensor | None
     beside: AbstractContextManager  # what is launched inside it may run beside the attention
 
 
 def begin(call: Call) -> Begun:
     """Allocate what a second stream will fill, on the stream that owns it, and mark where that stream may start."""
-    tiling = tiling_of(call)
-    if tiling.sums not in (RUNNING, WHOLE):
-        return Begun(tiling, None, nullcontext())
-    sums = new_value_sums(call, tiling)
-    return Begun(tiling, sums, _fork(call, _FORWARD_LEAD))
+    if call.beta is None or call.mask.restrictions:
+        return Begun(None, nullcontext())
+    return Begun(new_value_sums(call), _fork(call, _FORWARD_LEAD))
 
 
 def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
     """Return y and what the backward needs; (o, z) of the attention are overwritten."""
     if call.sink is None and call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, None, z)
-    tiling = begun.tiling
     if begun.value_sums is not None:
         with begun.beside:
-            sum_values(call, tiling, begun.value_sums)
+            sum_values(call, begun.value_sums)
+    tiling = tiling_of(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
     before = visible_sums.visible_sums(call) if tiling.sums == TABLE else new_saved_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
     alpha, beta, gate = contiguous_rows(call.alpha), contiguous_rows(call.beta), call.gate
-    walkers = tiling.walkers(call)
-    grid = (tiling.query_segments * (tiling.d // tiling.tile.columns), call.q.shape[0] * walkers)
-    arguments: dict[str, Any] = {
-        "p_o": o, "p_z": z, "p_v": call.v, "p_sums": begun.value_sums, "p_before": before, "p_sink": sink,
-        "p_alpha": alpha, "p_beta": beta, "p_gate": gate, "p_y": y, "p_lse": lse,
-        **strides(o, "o"), **strides(call.v, "v"), **strides(gate, "g"), **strides(y, "y"), **sink_strides(sink),
-        "kv_heads": walkers, "queries": call.tq, "tiles": tiling.tiles, "older": tiling.older,
-        "n_older": tiling.n_older, "segments": tiling.key_segments, "blocks": tiling.blocks,
-        "block_segments": tiling.block_segments, "constant_sink": constant,
-        "SINK": sink_kind(call.sink), "HAS_ALPHA": alpha is not None, "GATE": gate_kind(gate),
-        "KEEP_OUT": not in_place, "BLOCKS": 1 << tiling.blocks.bit_length(),
-        **tiling.constants(call, tiling.tile.columns),
-    }  # fmt: skip
-    run(Launch("epilogue.kernels.epilogue_kernel", grid, arguments))
+    launch = _forward(
+        tiling, o.stride(), call.v.stride(), y.stride(), gate_kind(gate), steps(gate), sink_kind(call.sink),
+        steps(sink), constant, alpha is not None, in_place,
+    )  # fmt: skip
+    launch(
+        p_o=o, p_z=z, p_v=call.v, p_sums=begun.value_sums, p_before=before, p_sink=sink, p_alpha=alpha, p_beta=beta,
+        p_gate=gate, p_y=y, p_lse=lse,
+    )  # fmt: skip
     return Output(y, None if in_place else o, lse, before)
+
+
+@prepared
+def _forward(
+    tiling: Tiling,
+    of_o: tuple[int, ...],
+    of_v: tuple[int, ...],
+    of_y: tuple[int, ...],
+    gate: int,
+    of_gate: tuple[int, ...] | None,
+    sink: int,
+    of_sink: tuple[int, ...] | None,
+    constant_sink: float,
+    has_alpha: bool,
+    in_place: bool,
+) -> Prepared:
+    numbers: dict[str, Any] = {
+        **strides(of_o, "o"), **strides(of_v, "v"), **strides(of_gate, "g"), **strides(of_y, "y"),
+        **sink_strides(of_sink), "kv_heads": tiling.walkers, "queries": tiling.queries, "tiles": tiling.tiles,
+        "older": tiling.older, "n_older": tiling.n_older, "segments": tiling.key_segments, "blocks": tiling.blocks,
+        "block_segments": tiling.block_segments, "constant_sink": constant_sink,
+        "SINK": sink, "HAS_ALPHA": has_alpha, "GATE": gate,
+        "KEEP_OUT": not in_place, "BLOCKS": 1 << tiling.blocks.bit_length(),
+        **tiling.constants(tiling.tile.columns),
+    }  # fmt: skip
+    grid = (tiling.query_segments * (tiling.d // tiling.tile.columns), tiling.batch * tiling.walkers)
+    return Prepared("epilogue.kernels.epilogue_kernel", grid, numbers)
 
 
 class RowGradients:
@@ -127,7 +146,8 @@ class RowGradients:
         wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
         batch, heads, queries, head_dim = call.q.shape
         kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=o.device)
-        parts = (tiling.d // self.columns, batch, heads, queries)
+        slices = tiling.d // self.columns
+        parts = (slices, batch, heads, queries) if slices > 1 else (batch, heads, queries)
         self.parts = [new(parts, dtype=torch.float32) if is_wanted else None for is_wanted in wanted]
         self.dgate = None if gate is None else torch.empty_like(gate)
         self.do = None if gate is None else torch.empty_like(self.dy)
@@ -168,29 +188,23 @@ class RowGradients:
     def _launch(self) -> None:
         call, tiling = self.call, self.tiling
         dsink, dalpha, dbeta, dgate = self.parts
-        walkers = tiling.walkers(call)
-        grid = (tiling.query_segments * (tiling.d // self.columns), call.q.shape[0] * walkers)
-        arguments: dict[str, Any] = {
-            "p_dy": self.dy, "p_o": self.out, "p_lse": self.output.saved_lse, "p_v": call.v,
-            "p_before": self.output.saved_sums, "p_sink": self.sink, "p_alpha": self.alpha, "p_beta": self.beta,
-            "p_gate": call.gate, "p_dsink": dsink, "p_dalpha": dalpha, "p_dbeta": dbeta,
-            "p_dgate": dgate if self.dgate is None else self.dgate, "p_do": self.do, "p_weighted": self.weighted,
-            "p_totals": self.totals,
-            **strides(self.dy, "d"), **strides(self.out, "o"), **strides(call.v, "v"), **strides(call.gate, "g"),
-            **strides(self.dgate, "w"), **strides(self.do, "a"), **sink_strides(self.sink),
-            "stride_part": self.dy[..., 0].numel(), "kv_heads": walkers, "queries": call.tq, "tiles": tiling.tiles,
-            "older": tiling.older, "segments": tiling.query_segments,
-            "SINK": sink_kind(call.sink), "HAS_ALPHA": call.alpha is not None, "GATE": gate_kind(call.gate),
-            **tiling.constants(call, self.columns),
-        }  # fmt: skip
-        run(Launch("epilogue.kernels.epilogue_backward_kernel", grid, arguments))
+        launch = _backward(
+            tiling, self.columns, self.dy.stride(), self.out.stride(), call.v.stride(), gate_kind(call.gate),
+            steps(call.gate), steps(self.dgate), steps(self.do), sink_kind(call.sink), steps(self.sink),
+            call.alpha is not None,
+        )  # fmt: skip
+        launch(
+            p_dy=self.dy, p_o=self.out, p_lse=self.output.saved_lse, p_v=call.v, p_before=self.output.saved_sums,
+            p_sink=self.sink, p_alpha=self.alpha, p_beta=self.beta, p_gate=call.gate, p_dsink=dsink, p_dalpha=dalpha,
+            p_dbeta=dbeta, p_dgate=dgate if self.dgate is None else self.dgate, p_do=self.do, p_weighted=self.weighted,
+            p_totals=self.totals,
+        )  # fmt: skip
         if self.totals is not None:
             sum_from_each(self.totals, self.totals)
 
     def _add_to_values(self, dv: Tensor) -> None:
         """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
         call, tiling = self.call, self.tiling
-        batch, kv_heads, _, head_dim = call.v.shape
         is_negated, gate = self.do is None, call.gate
         if is_negated and tiling.sums != RUNNING:
             negate_rows(call, self.dy)
@@ -198,17 +212,15 @@ class RowGradients:
             visible_sums.add_seen_by(call, self.weighted, dv)
         if tiling.sums == RUNNING:
             # Does both: a launch less.
-            tokens = min(tiling.tile.segment, _DV_ELEMENTS // tiling.d)
-            arguments: dict[str, Any] = {
-                "p_dv": dv, "p_weighted": self.weighted, "p_from": self.totals, "p_dy": self.dy,
-                "p_alpha": self.alpha, "p_gate": gate, **strides(dv, "n"), **strides(self.dy, "d"),
-                **strides(gate, "g"), "kv_heads": kv_heads, "queries": call.tq, "older": tiling.older,
-                "segments": tiling.query_segments, "HAS_ALPHA": is_negated and self.alpha is not None,
-                "HAS_GATE": is_negated and gate is not None, "GROUP": call.heads // kv_heads, "HEAD_DIM": head_dim,
-                "D": tiling.d, "T": tokens, "LENGTH": tiling.tile.segment, "num_warps": 4,
-            }  # fmt: skip
+            launch = _values(
+                tiling, dv.stride(), self.dy.stride(), steps(gate), is_negated and self.alpha is not None,
+                is_negated and gate is not None,
+            )  # fmt: skip
             try:
-                run(Launch("epilogue.kernels.add_seen_by_kernel", (cdiv(call.tq, tokens), batch * kv_heads), arguments))
+                launch(
+                    p_dv=dv, p_weighted=self.weighted, p_from=self.totals, p_dy=self.dy, p_alpha=self.alpha,
+                    p_gate=gate,
+                )  # fmt: skip
             except BaseException:
                 if is_negated:
                     negate_rows(call, self.dy)
@@ -216,13 +228,15 @@ class RowGradients:
         if self.totals is not None and (tiling.sums == WHOLE or tiling.older > 0):
             # Keys that every query sees get the whole sum.
             seen_by_all = slice(0, tiling.older if tiling.sums == RUNNING else call.tk)
-            whole = self.totals[:, 0].view(batch, kv_heads, 1, -1)[..., :head_dim]
+            whole = self.totals[:, 0].view(tiling.batch, tiling.kv_heads, 1, -1)[..., : tiling.head_dim]
             dv[:, :, seen_by_all] += whole  # added in fp32, rounded once
 
     def _results(self) -> tuple[Tensor | None, ...]:
         call = self.call
         # Pairwise: a sum over so short a dimension takes three times as long.
-        dsink, dalpha, dbeta, dgate = (None if x is None else functools.reduce(torch.add, x) for x in self.parts)
+        dsink, dalpha, dbeta, dgate = (
+            x if x is None or x.ndim == 3 else functools.reduce(torch.add, x) for x in self.parts
+        )
         return (
             None if dsink is None else dsink_of(call, dsink),
             None if dalpha is None else dalpha.to(call.alpha.dtype),
@@ -231,28 +245,83 @@ class RowGradients:
         )
 
 
+@prepared
+def _backward(
+    tiling: Tiling,
+    columns: int,
+    of_dy: tuple[int, ...],
+    of_o: tuple[int, ...],
+    of_v: tuple[int, ...],
+    gate: int,
+    of_gate: tuple[int, ...] | None,
+    of_dgate: tuple[int, ...] | None,
+    of_do: tuple[int, ...] | None,
+    sink: int,
+    of_sink: tuple[int, ...] | None,
+    has_alpha: bool,
+) -> Prepared:
+    numbers: dict[str, Any] = {
+        **strides(of_dy, "d"), **strides(of_o, "o"), **strides(of_v, "v"), **strides(of_gate, "g"),
+        **strides(of_dgate, "w"), **strides(of_do, "a"), **sink_strides(of_sink),
+        "stride_part": tiling.batch * tiling.heads * tiling.queries, "kv_heads": tiling.walkers,
+        "queries": tiling.queries, "tiles": tiling.tiles, "older": tiling.older, "segments": tiling.query_segments,
+        "SINK": sink, "HAS_ALPHA": has_alpha, "GATE": gate, **tiling.constants(columns),
+    }  # fmt: skip
+    grid = (tiling.query_segments * (tiling.d // columns), tiling.batch * tiling.walkers)
+    return Prepared("epilogue.kernels.epilogue_backward_kernel", grid, numbers)
+
+
+@prepared
+def _values(
+    tiling: Tiling,
+    of_dv: tuple[int, ...],
+    of_dy: tuple[int, ...],
+    of_gate: tuple[int, ...] | None,
+    has_alpha: bool,
+    has_gate: bool,
+) -> Prepared:
+    tokens = min(tiling.tile.segment, _DV_ELEMENTS // tiling.d)
+    numbers: dict[str, Any] = {
+        **strides(of_dv, "n"), **strides(of_dy, "d"), **strides(of_gate, "g"), "kv_heads": tiling.kv_heads,
+        "queries": tiling.queries, "older": tiling.older, "segments": tiling.query_segments, "HAS_ALPHA": has_alpha,
+        "HAS_GATE": has_gate, "GROUP": tiling.heads // tiling.kv_heads, "HEAD_DIM": tiling.head_dim, "D": tiling.d,
+        "T": tokens, "LENGTH": tiling.tile.segment, "num_warps": 4,
+    }  # fmt: skip
+    grid = (cdiv(tiling.queries, tokens), tiling.batch * tiling.kv_heads)
+    return Prepared("epilogue.kernels.add_seen_by_kernel", grid, numbers)
+
+
 def sum_from_each(totals: Tensor, sums: Tensor) -> None:
     """Fill sums [kv heads, segments, columns] from the totals [heads, segments, columns]: over all heads of a group,
     from each segment to the last. Where there are as many heads, it may be the same tensor."""
-    kv_heads, segments, d = sums.shape
+    _sums_from_each(totals.shape, sums.shape)(p_totals=totals, p_sums=sums)
+
+
+@prepared
+def _sums_from_each(of_totals: tuple[int, ...], of_sums: tuple[int, ...]) -> Prepared:
+    kv_heads, segments, d = of_sums
     columns = min(VALUE_COLUMNS, d)
-    arguments: dict[str, Any] = {
-        "p_totals": totals, "p_sums": sums, "segments": segments, "GROUP": totals.shape[0] // kv_heads, "D": d,
-        "SLICE": columns, "ROWS": 128, "num_warps": 4,
+    numbers: dict[str, Any] = {
+        "segments": segments, "GROUP": of_totals[0] // kv_heads, "D": d, "SLICE": columns, "ROWS": 128, "num_warps": 4,
     }  # fmt: skip
-    run(Launch("epilogue.kernels.totals_from_kernel", (d // columns, kv_heads), arguments))
+    return Prepared("epilogue.kernels.totals_from_kernel", (d // columns, kv_heads), numbers)
 
 
 def zero_and_sum_from_each(zeros: Tensor, totals: Tensor) -> None:
     """Fill one with 0, and do :func:`sum_from_each` in place on the other."""
-    kv_heads, segments, d = totals.shape
+    _zeros_and_sums(zeros.numel(), totals.shape)(p_zeros=zeros, p_totals=totals)
+
+
+@prepared
+def _zeros_and_sums(zeros: int, of_totals: tuple[int, ...]) -> Prepared:
+    kv_heads, segments, d = of_totals
     columns = min(VALUE_COLUMNS, d)
     sums = kv_heads * (d // columns)
-    arguments: dict[str, Any] = {
-        "p_zeros": zeros, "numbers": zeros.numel(), "p_totals": totals, "segments": segments, "sums": sums, "D": d,
-        "SLICE": columns, "ROWS": 32, "BLOCK": _ZEROS, "num_warps": 4,
+    numbers: dict[str, Any] = {
+        "numbers": zeros, "segments": segments, "sums": sums, "D": d, "SLICE": columns, "ROWS": 32, "BLOCK": _ZEROS,
+        "num_warps": 4,
     }  # fmt: skip
-    run(Launch("epilogue.kernels.zeros_and_totals_kernel", (sums + cdiv(zeros.numel(), _ZEROS),), arguments))
+    return Prepared("epilogue.kernels.zeros_and_totals_kernel", (sums + cdiv(zeros, _ZEROS),), numbers)
 
 
 def dsink_of(call: Call, rows: Tensor) -> Tensor:
@@ -264,33 +333,48 @@ def dsink_of(call: Call, rows: Tensor) -> Tensor:
 def scale_rows(x: Tensor, scale: Tensor | float, out: Tensor) -> Tensor:
     """Write scale * x [B, H, T, D] into out: one scale, or fp32 ones [B or 1, 1, T]; torch has no fast kernel for two
     types."""
-    batch, heads, rows, head_dim = x.shape
+    row_scale, one_scale = (scale.contiguous(), 1.0) if isinstance(scale, Tensor) else (None, scale)
+    step = row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0
+    _scaling(x.shape, x.stride(), out.stride(), row_scale is not None, step, one_scale)(
+        p_x=x, p_scale=row_scale, p_y=out
+    )
+    return out
+
+
+@prepared
+def _scaling(
+    shape: tuple[int, ...], of_x: tuple[int, ...], of_y: tuple[int, ...], has_rows: bool, of_rows: int, scale: float
+) -> Prepared:
+    batch, heads, rows, head_dim = shape
     d = padded(head_dim)
     tile = TILES_WITHOUT_SUMS[d]
     tiles = cdiv(rows, tile.tokens)
-    row_scale, one_scale = (scale.contiguous(), 1.0) if isinstance(scale, Tensor) else (None, scale)
-    arguments: dict[str, Any] = {
-        "p_x": x, "p_scale": row_scale, "scale": one_scale, "p_y": out, **strides(x, "x"), **strides(out, "y"),
-        "stride_sb": row_scale.stride(0) if row_scale is not None and row_scale.shape[0] > 1 else 0,
-        "heads": heads, "rows": rows, "tiles": tiles, "HAS_ROWS": row_scale is not None, "HEAD_DIM": head_dim,
-        "D": d, "T": tile.tokens, "num_warps": tile.warps,
+    numbers: dict[str, Any] = {
+        "scale": scale, **strides(of_x, "x"), **strides(of_y, "y"), "stride_sb": of_rows, "heads": heads, "rows": rows,
+        "tiles": tiles, "HAS_ROWS": has_rows, "HEAD_DIM": head_dim, "D": d, "T": tile.tokens, "num_warps": tile.warps,
     }  # fmt: skip
-    run(Launch("epilogue.kernels.scale_rows_kernel", (tiles * batch * heads,), arguments))
-    return out
+    return Prepared("epilogue.kernels.scale_rows_kernel", (tiles * batch * heads,), numbers)
 
 
 def negate_rows(call: Call, dy: Tensor) -> None:
     """Negate in place the rows of dy with a negative factor; a second call restores them."""
     alpha, gate = contiguous_rows(call.alpha), call.gate
-    if alpha is None and gate is None:
-        return
-    batch, heads, queries, head_dim = dy.shape
-    arguments: dict[str, Any] = {
-        "p_dy": dy, "p_alpha": alpha, "p_gate": gate, **strides(dy, "d"), **strides(gate, "g"), "heads": heads,
-        "queries": queries, "HAS_ALPHA": alpha is not None, "HAS_GATE": gate_kind(gate) != NO_GATE,
-        "HEAD_DIM": head_dim, "D": padded(head_dim), "ROWS": ROWS, "T": 16, "num_warps": 4,
+    if alpha is not None or gate is not None:
+        _negation(dy.shape, dy.stride(), steps(gate), alpha is not None, gate_kind(gate) != NO_GATE)(
+            p_dy=dy, p_alpha=alpha, p_gate=gate
+        )
+
+
+@prepared
+def _negation(
+    shape: tuple[int, ...], of_dy: tuple[int, ...], of_gate: tuple[int, ...] | None, has_alpha: bool, has_gate: bool
+) -> Prepared:
+    batch, heads, queries, head_dim = shape
+    numbers: dict[str, Any] = {
+        **strides(of_dy, "d"), **strides(of_gate, "g"), "heads": heads, "queries": queries, "HAS_ALPHA": has_alpha,
+        "HAS_GATE": has_gate, "HEAD_DIM": head_dim, "D": padded(head_dim), "ROWS": ROWS, "T": 16, "num_warps": 4,
     }  # fmt: skip
-    run(Launch("epilogue.kernels.negate_rows_kernel", (cdiv(queries, ROWS), batch * heads), arguments))
+    return Prepared("epilogue.kernels.negate_rows_kernel", (cdiv(queries, ROWS), batch * heads), numbers)
 
 
 def _fork(call: Call, lead: int) -> AbstractContextManager:
@@ -322,35 +406,37 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def new_saved_sums(call: Call) -> Tensor:
     """Allocate what the forward saves for the backward: the sum of the values before each tile, or u itself."""
-    tiling = tiling_of(call)
-    batch, kv_heads, _, head_dim = call.v.shape
+    t = tiling_of(call)
     shape = {
-        RUNNING: (batch * kv_heads, tiling.tiles, tiling.d),
-        WHOLE: (batch * kv_heads, tiling.d),
-        TABLE: (batch, kv_heads, call.tq, head_dim),
-    }.get(tiling.sums, (0,))
+        RUNNING: (t.batch * t.kv_heads, t.tiles, t.d),
+        WHOLE: (t.batch * t.kv_heads, t.d),
+        TABLE: (t.batch, t.kv_heads, t.queries, t.head_dim),
+    }.get(t.sums, (0,))
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def new_value_sums(call: Call, tiling: Tiling) -> Tensor:
+def new_value_sums(call: Call) -> Tensor:
     """Allocate for :func:`sum_values`: the sum of values before each segment in its block, then each block's total."""
-    batch, kv_heads = call.v.shape[:2]
-    shape = (batch * kv_heads, tiling.key_segments + tiling.blocks, tiling.d)
+    t = tiling_of(call)
+    shape = (t.batch * t.kv_heads, t.key_segments + t.blocks, t.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def sum_values(call: Call, tiling: Tiling, sums: Tensor) -> None:
+def sum_values(call: Call, sums: Tensor) -> None:
     """Fill ``sums``, of :func:`new_value_sums`, which the forward reads and nobody keeps."""
-    batch, kv_heads, keys, head_dim = call.v.shape
+    _value_sums(tiling_of(call), call.v.stride())(p_v=call.v, p_sums=sums)
+
+
+@prepared
+def _value_sums(tiling: Tiling, of_v: tuple[int, ...]) -> Prepared:
     columns = min(VALUE_COLUMNS, tiling.d)
-    arguments: dict[str, Any] = {
-        "p_v": call.v, "p_sums": sums, **strides(call.v, "v"), "kv_heads": kv_heads, "keys": keys,
-        "first": tiling.first, "segments": tiling.key_segments, "blocks": tiling.blocks,
-        "block_segments": tiling.block_segments, "HEAD_DIM": head_dim, "D": tiling.d, "SLICE": columns,
-        "LENGTH": tiling.tile.segment, "num_warps": 1,
+    numbers: dict[str, Any] = {
+        **strides(of_v, "v"), "kv_heads": tiling.kv_heads, "keys": tiling.keys, "first": tiling.first,
+        "segments": tiling.key_segments, "blocks": tiling.blocks, "block_segments": tiling.block_segments,
+        "HEAD_DIM": tiling.head_dim, "D": tiling.d, "SLICE": columns, "LENGTH": tiling.tile.segment, "num_warps": 1,
     }  # fmt: skip
-    grid = (tiling.blocks * (tiling.d // columns), batch * kv_heads)
-    run(Launch("epilogue.kernels.value_sums_kernel", grid, arguments))
+    grid = (tiling.blocks * (tiling.d // columns), tiling.batch * tiling.kv_heads)
+    return Prepared("epilogue.kernels.value_sums_kernel", grid, numbers)
 
 
 def contiguous_rows(x: Tensor | None) -> Tensor | None:

@@ -1,5 +1,6 @@
 """How the tokens are cut into tiles and segments for the epilogue kernels (kernels.py says what for)."""
 
+import functools
 from typing import NamedTuple
 
 from affine_attn.core.call import Call
@@ -40,8 +41,14 @@ _BLOCK, _BLOCKS = 256, 31
 
 
 class Tiling(NamedTuple):
-    """Tiles and segments of a call, and where its sums come from."""
+    """Sizes of a call, its tiles and segments, and where its sums come from."""
 
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
     tile: Tile
     sums: int
     d: int  # head_dim rounded up to a power of two
@@ -65,33 +72,41 @@ class Tiling(NamedTuple):
     def blocks(self) -> int:
         return cdiv(self.key_segments, self.block_segments)
 
-    def walkers(self, call: Call) -> int:
+    @property
+    def walkers(self) -> int:
         """Heads that walk: those of k, each with its group, or without sums those of q."""
-        return call.k.shape[1] if self.sums else call.heads
+        return self.kv_heads if self.sums else self.heads
 
-    def constants(self, call: Call, columns: int) -> dict[str, int]:
-        group = call.heads // self.walkers(call)
+    def constants(self, columns: int) -> dict[str, int]:
+        group = self.heads // self.walkers
         chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
-            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": call.q.shape[-1],
+            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": self.head_dim,
             "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
             "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
 def tiling_of(call: Call) -> Tiling:
-    d = padded(call.q.shape[-1])
-    sums = NO_SUMS
+    mask, sums = call.mask, NO_SUMS
     if call.beta is not None:
-        sums = TABLE if call.mask.restrictions else RUNNING if call.mask.causal else WHOLE
+        sums = TABLE if mask.restrictions else RUNNING if mask.causal else WHOLE
+    return _tiling(call.q.shape, call.k.shape, mask.causal, sums)
+
+
+@functools.lru_cache(1024)
+def _tiling(of_q: tuple[int, ...], of_k: tuple[int, ...], causal: bool, sums: int) -> Tiling:
+    batch, heads, queries, head_dim = of_q
+    kv_heads, keys = of_k[1:3]
+    d = padded(head_dim)
     tile = (TILES if sums else TILES_WITHOUT_SUMS)[d]
-    if sums and call.heads == call.k.shape[1]:
+    if sums and heads == kv_heads:
         # Heads that share no values with others ask for half as much per token.
         tile = tile._replace(tokens=2 * tile.tokens)
     # Without a causal mask every query sees every key; segments then only cut the sum.
-    older, covered = (call.tk - call.tq, call.tq) if call.mask.causal else (0, call.tk)
+    older, covered = (keys - queries, queries) if causal else (0, keys)
     n_older = max(0, cdiv(older, tile.segment))
     return Tiling(
-        tile, sums, d, cdiv(call.tq, tile.tokens), cdiv(call.tq, tile.segment),
-        n_older + cdiv(covered, tile.segment), older, n_older,
+        batch, heads, kv_heads, queries, keys, head_dim, tile, sums, d, cdiv(queries, tile.tokens),
+        cdiv(queries, tile.segment), n_older + cdiv(covered, tile.segment), older, n_older,
     )  # fmt: skip

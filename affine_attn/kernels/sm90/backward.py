@@ -4,6 +4,7 @@ It takes what a forward has saved, whichever it was. CTAs add up dq in no fixed 
 differ in its last bits. benchmarks/sm90_backward.py times it beside the stock kernel.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from torch import Tensor
 from affine_attn.core.call import Call, Gradients, Output
 from affine_attn.kernels.device import cdiv, num_sms
 from affine_attn.kernels.epilogue import launch as epilogue
-from affine_attn.kernels.epilogue.tiles import tiling_of
+from affine_attn.kernels.epilogue.tiles import Tiling, tiling_of
 from affine_attn.kernels.launch import (
     ELEMENTWISE,
     INTERPRETED,
     LOG2E,
-    Launch,
+    Prepared,
+    Tiles,
     gate_kind,
-    run,
+    prepared,
     sink_kind,
     sink_strides,
+    steps,
     strides,
 )
-from affine_attn.kernels.sm90.scheduler import ROWS, can_be_copied, descriptor, order
+from affine_attn.kernels.sm90.scheduler import ROWS, Order, can_be_copied, order, tiles
 
 # By head_dim: pipeline stages for blocks of queries and for tiles of keys, as many as shared memory holds; whether dq
 # comes a block late, for which registers must have room.
@@ -102,29 +105,22 @@ class Preprocess:
 
     def launch(self) -> None:
         """Run the kernel, which negates rows of dy with a negative factor unless there is a do besides."""
-        call, (batch, heads, queries, head_dim) = self.call, self.call.q.shape
-        kv_heads, has_beta = call.k.shape[1], call.beta is not None
+        call, has_beta = self.call, self.call.beta is not None
         tiled = (call.gate, self.do, self.dgate) if self.is_elementwise else (None, None, None)
-        items = batch * kv_heads * self.per_head
-        most = CTAS_PER_SM[self.is_elementwise] * num_sms(self.dy.device)
-        gate, do, dgate = (None if x is None else _in_rows(x) for x in tiled)
-        arguments: dict[str, Any] = {
-            "d_dy": _in_rows(self.dy), "d_o": _in_rows(self.o), "d_v": _in_rows(call.v) if has_beta else None,
-            "d_gate": gate, "d_do": do, "d_dgate": dgate,
-            "p_before": self.output.saved_sums if has_beta else None, "p_lse": self.output.saved_lse,
-            "p_sink": self.sink, "p_alpha": self.alpha, "p_beta": self.beta, "p_gate": self.row_gate,
-            "p_do": self.do, "p_dsink": self.dsink, "p_dalpha": self.dalpha, "p_dbeta": self.dbeta,
-            "p_dgate": None if self.is_elementwise else self.dgate,
-            "p_delta": None if self.delta is self.dalpha else self.delta,
-            "p_shift": None if self.shift is self.beta else self.shift, "p_totals": self.after,
-            **strides(self.do, "d"), **strides(self.row_gate, "g"), **sink_strides(self.sink),
-            "kv_heads": kv_heads, "T": queries, "per_head": self.per_head, "items": items,
-            "SINK": sink_kind(call.sink), "HAS_ALPHA": call.alpha is not None, "HAS_BETA": has_beta,
-            "GATE": gate_kind(call.gate), "GROUP": heads // kv_heads, "D": head_dim,
-            "STAGES": PREPROCESS_STAGES[self.is_elementwise], "SAVED": tiling_of(call).tile.tokens if has_beta else 1,
-            "num_warps": 4, "maxnreg": ROW_REGISTERS, "launch_pdl": not INTERPRETED,
-        }  # fmt: skip
-        run(Launch("sm90.preprocess_kernel.sm90_preprocess_kernel", (_even(items, most),), arguments))
+        gate, do, dgate = tiled
+        launch = _preprocess(
+            tiling_of(call), call.q.dtype, self.dy.stride(), self.o.stride(), call.v.stride(), *map(steps, tiled),
+            gate_kind(call.gate), steps(self.row_gate), self.do.stride(), sink_kind(call.sink), steps(self.sink),
+            call.alpha is not None, has_beta, self.tokens, num_sms(self.dy.device),
+        )  # fmt: skip
+        launch(
+            d_dy=self.dy, d_o=self.o, d_v=call.v if has_beta else None, d_gate=gate, d_do=do, d_dgate=dgate,
+            p_before=self.output.saved_sums if has_beta else None, p_lse=self.output.saved_lse, p_sink=self.sink,
+            p_alpha=self.alpha, p_beta=self.beta, p_gate=self.row_gate, p_do=self.do, p_dsink=self.dsink,
+            p_dalpha=self.dalpha, p_dbeta=self.dbeta, p_dgate=None if self.is_elementwise else self.dgate,
+            p_delta=None if self.delta is self.dalpha else self.delta,
+            p_shift=None if self.shift is self.beta else self.shift, p_totals=self.after,
+        )  # fmt: skip
 
     def results(self) -> tuple[Tensor | None, ...]:
         dsink = None if self.dsink is None else epilogue.dsink_of(self.call, self.dsink)
@@ -132,10 +128,52 @@ class Preprocess:
         return dsink, dalpha, self.dbeta, self.dgate
 
 
-def _in_rows(x: Tensor) -> Any:
-    """Return a TMA descriptor of tiles of TILE_COLUMNS columns, in which a token has a row or two."""
-    rows = x.unflatten(-1, (-1, TILE_COLUMNS))
-    return descriptor(rows, TILE_ROWS // rows.shape[3])
+@prepared
+def _preprocess(
+    tiling: Tiling,
+    dtype: torch.dtype,
+    of_dy: tuple[int, ...],
+    of_o: tuple[int, ...],
+    of_v: tuple[int, ...],
+    of_gate: tuple[int, ...] | None,
+    of_do_tiles: tuple[int, ...] | None,
+    of_dgate: tuple[int, ...] | None,
+    gate: int,
+    of_row_gate: tuple[int, ...] | None,
+    of_do: tuple[int, ...],
+    sink: int,
+    of_sink: tuple[int, ...] | None,
+    has_alpha: bool,
+    has_beta: bool,
+    tokens: int,
+    sms: int,
+) -> Prepared:
+    of_heads = tiling.batch, tiling.heads, tiling.queries, tiling.head_dim
+    of_kv_heads = tiling.batch, tiling.kv_heads, tiling.keys, tiling.head_dim
+    copied = {"d_dy": _in_rows(of_heads, of_dy, dtype), "d_o": _in_rows(of_heads, of_o, dtype)}
+    copied["d_v"] = _in_rows(of_kv_heads, of_v, dtype)
+    for name, steps_of in (("d_gate", of_gate), ("d_do", of_do_tiles), ("d_dgate", of_dgate)):
+        if steps_of is not None:
+            copied[name] = _in_rows(of_heads, steps_of, dtype)
+    is_elementwise = gate == ELEMENTWISE
+    per_head = cdiv(tiling.queries, tokens)
+    items = tiling.batch * tiling.kv_heads * per_head
+    numbers: dict[str, Any] = {
+        **strides(of_do, "d"), **strides(of_row_gate, "g"), **sink_strides(of_sink), "kv_heads": tiling.kv_heads,
+        "T": tiling.queries, "per_head": per_head, "items": items, "SINK": sink, "HAS_ALPHA": has_alpha,
+        "HAS_BETA": has_beta, "GATE": gate, "GROUP": tiling.heads // tiling.kv_heads, "D": tiling.head_dim,
+        "STAGES": PREPROCESS_STAGES[is_elementwise], "SAVED": tiling.tile.tokens if has_beta else 1, "num_warps": 4,
+        "maxnreg": ROW_REGISTERS, "launch_pdl": not INTERPRETED,
+    }  # fmt: skip
+    grid = (_even(items, CTAS_PER_SM[is_elementwise] * sms),)
+    return Prepared("sm90.preprocess_kernel.sm90_preprocess_kernel", grid, numbers, copied)
+
+
+def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tiles:
+    """Return how TMA copies tiles of TILE_COLUMNS columns, in which a token has a row or two."""
+    *outer, head_dim = shape
+    parts = head_dim // TILE_COLUMNS
+    return tiles((*outer, parts, TILE_COLUMNS), (*strides[:3], TILE_COLUMNS, 1), dtype, TILE_ROWS // parts)
 
 
 def _even(items: int, most: int) -> int:
@@ -156,22 +194,57 @@ def new_sums(call: Call, rows: Preprocess) -> Tensor:
 
 def launch(call: Call, lse: Tensor, rows: Preprocess, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Write dk and dv, and add dq without its scale to the sums."""
-    batch, heads, length, head_dim = call.q.shape
-    kv_heads, programs = call.k.shape[1], num_sms(call.q.device)
+    places, counts = _order(call.q.shape, call.k.shape[1], num_sms(call.q.device), call.q.device)
+    _backward(
+        call.q.shape, call.k.shape, call.q.dtype, call.q.stride(), call.k.stride(), call.v.stride(), rows.do.stride(),
+        dk.stride(), dv.stride(), call.scale, rows.shift is not None, rows.signs is not None, rows.per_head,
+        rows.tokens, places.shape,
+    )(
+        d_q=call.q, d_k=call.k, d_v=call.v, d_dy=rows.do, d_dk=dk, d_dv=dv, p_lse=lse, p_delta=rows.delta,
+        p_beta=rows.shift, p_signs=rows.signs, p_after=rows.after, p_dq=sums, p_order=places, p_tiles=counts,
+    )  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _order(of_q: tuple[int, ...], kv_heads: int, programs: int, device: torch.device) -> Order:
+    batch, heads, length, _ = of_q
     group, blocks = heads // kv_heads, cdiv(length, QUERIES)
     costs = tuple(group * (blocks - first) + _TILE_COST for first in range(0, blocks, ROWS // QUERIES))
-    tiles, counts = order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, call.q.device)
-    arguments: dict[str, Any] = {
-        "d_q": descriptor(call.q, QUERIES), "d_k": descriptor(call.k, ROWS), "d_v": descriptor(call.v, ROWS),
-        "d_dy": descriptor(rows.do, QUERIES), "d_dk": descriptor(dk, HALF), "d_dv": descriptor(dv, HALF),
-        "p_lse": lse, "p_delta": rows.delta, "p_beta": rows.shift, "p_signs": rows.signs, "p_after": rows.after,
-        "p_dq": sums, "p_order": tiles, "p_tiles": counts, "most": tiles.shape[1], "kv_heads": kv_heads, "T": length,
-        "segments": rows.per_head, "factor": call.scale * LOG2E, "scale": call.scale,
-        "per_scale": 1 / call.scale, "GROUP": group, "D": head_dim, "STAGES": STAGES[head_dim],
-        "TILES": TILES[head_dim], "HAS_BETA": rows.shift is not None, "HAS_SIGNS": rows.signs is not None,
-        "LATE": LATE[head_dim], "SEGMENT": rows.tokens, "num_warps": 4,
+    return order(batch, kv_heads, kv_heads, costs, _KV_HEADS, programs, device)
+
+
+@prepared
+def _backward(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtype: torch.dtype,
+    of_q: tuple[int, ...],
+    of_k: tuple[int, ...],
+    of_v: tuple[int, ...],
+    of_do: tuple[int, ...],
+    of_dk: tuple[int, ...],
+    of_dv: tuple[int, ...],
+    scale: float,
+    has_beta: bool,
+    has_signs: bool,
+    segments: int,
+    segment: int,
+    of_order: tuple[int, ...],
+) -> Prepared:
+    _, heads, length, head_dim = queries
+    kv_heads = keys[1]
+    copied = {
+        "d_q": tiles(queries, of_q, dtype, QUERIES), "d_k": tiles(keys, of_k, dtype, ROWS),
+        "d_v": tiles(keys, of_v, dtype, ROWS), "d_dy": tiles(queries, of_do, dtype, QUERIES),
+        "d_dk": tiles(keys, of_dk, dtype, HALF), "d_dv": tiles(keys, of_dv, dtype, HALF),
     }  # fmt: skip
-    run(Launch("sm90.backward_kernel.sm90_backward_kernel", (programs,), arguments))
+    numbers: dict[str, Any] = {
+        "most": of_order[1], "kv_heads": kv_heads, "T": length, "segments": segments, "factor": scale * LOG2E,
+        "scale": scale, "per_scale": 1 / scale, "GROUP": heads // kv_heads, "D": head_dim, "STAGES": STAGES[head_dim],
+        "TILES": TILES[head_dim], "HAS_BETA": has_beta, "HAS_SIGNS": has_signs, "LATE": LATE[head_dim],
+        "SEGMENT": segment, "num_warps": 4,
+    }  # fmt: skip
+    return Prepared("sm90.backward_kernel.sm90_backward_kernel", (of_order[0],), numbers, copied)
 
 
 def rounded(call: Call, sums: Tensor) -> Tensor:

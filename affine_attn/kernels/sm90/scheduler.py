@@ -1,6 +1,5 @@
-"""Which CTA computes which tile, and how tiles reach it: the tile scheduler and TMA descriptors of the sm90 kernels."""
+"""Which CTA computes which tile, and how tiles reach it by TMA: for the sm90 kernels."""
 
-import functools
 import heapq
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.kernels.device import cached, to_device
+from affine_attn.kernels.launch import Tiles
 
 # Rows of a tile, and keys at a time.
 ROWS = 128
@@ -51,20 +51,10 @@ def order(
 
 def can_be_copied(x: Tensor) -> bool:
     """Return True if TMA can load ``x``: unit inner stride, 16-byte aligned rows."""
-    return x.stride(-1) == 1 and not x.data_ptr() % 16 and all(n > 0 and not n % 8 for n in x.stride()[:3])
+    b, h, t, d = x.stride()
+    return d == 1 and min(b, h, t) > 0 and not (b % 8 or h % 8 or t % 8 or x.data_ptr() % 16)
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
-    """Return a TMA descriptor of ``x`` for blocks of so many rows."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = (1, 1, rows, *x.shape[3:])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), _shared_layout(block, x.dtype))
-
-
-@functools.cache
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for(list(block), kind)
+def tiles(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> Tiles:
+    """Return how TMA copies blocks of so many rows."""
+    return Tiles(shape, strides, (1, 1, rows, *shape[3:]), dtype)
