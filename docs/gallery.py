@@ -55,7 +55,7 @@ def students(folder: Path = DEMO) -> list[Run]:
     labels = [label for label in grid(recipe("demo"), STUDENTS, folder) if label != TEACHER]
     runs = read_runs([folder / label for label in labels])
     for run in runs:
-        if not run.finished or run.analysis is None:
+        if not run.finished or not run.analyses:
             raise ValueError(f"{run.folder} is not finished: run make demo")
     return [dataclasses.replace(run, name=str(run.variant)) for run in runs]
 

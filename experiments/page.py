@@ -45,10 +45,11 @@ def _reported(run: Run, analysis: Analysis) -> Reported:
         metrics=rows,
         statistics=run.statistics(),
         folder=run.folder,
+        model=run.folder,
         recipe=run.config["recipe"] | {"attention": run.variant, "learning_rate": student["learning_rate"]},
         environment=run.environment(),
         result=rows[-1] | held_out | {"gradients": result["gradients"]},
         finished=True,
         evaluations=run.evaluations(),
-        analysis=analysis,
+        analyses=[analysis],
     )

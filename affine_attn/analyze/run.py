@@ -1,7 +1,8 @@
 """``affine-attn analyze``: models side by side on the same data, their files and their figures."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,42 +13,71 @@ from transformers import PreTrainedTokenizerBase
 from affine_attn.analyze.measure import measure
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.core.variants import VARIANTS
-from affine_attn.data.shards import TOKENIZER
-from affine_attn.data.texts import APART, JOINED, is_shards, load_sequences
+from affine_attn.data.shards import MANIFEST, TOKENIZER, read_manifest
+from affine_attn.data.texts import boundaries, is_shards, load_sequences
 from affine_attn.data.tokenizer import require_same_tokens
 from affine_attn.errors import UserError
 from affine_attn.models.convert import convert
 from affine_attn.models.load import ModelHandle, load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
 from affine_attn.models.presets import at_length
-from affine_attn.runs.analysis import MOST_MAP_BYTES, VERSION, Analysis, map_bytes, write_analysis
-from affine_attn.runs.files import require_writable
-from affine_attn.runs.layout import ANALYSIS, beside, model_and_run
+from affine_attn.runs.analysis import (
+    MOST_MAP_BYTES,
+    VERSION,
+    Analysis,
+    has_analysis,
+    map_bytes,
+    read_analysis,
+    write_analysis,
+)
+from affine_attn.runs.files import require_writable, sha256
+from affine_attn.runs.layout import ANALYSIS, FIGURES, beside, model_and_run, result_name
 from affine_attn.runs.provenance import device_name, provenance
 
 # Queries and keys of the maps, where none are asked for.
 WINDOW = 64
+# Tokens of a sequence for a model of which no training is known, as the paper has them.
+LENGTH = 1024
 
 
 @dataclass(frozen=True)
 class Request:
-    """layers: whose maps are kept; none: all."""
+    """length: that of the models' training if none is given. layers: whose maps are kept; none: all."""
 
     data: Path
-    length: int = 1024
+    length: int | None = None
     sequences: int = 10
     layers: Sequence[int] = ()
     window: str | None = None
     join: bool = False
 
-    def place(self) -> slice:
+    def tokens(self, handles: Sequence[ModelHandle]) -> int:
+        """The length of a sequence, the same for all models: the shortest that one of them was trained on."""
+        return self.length or min(
+            handle.training_length or min(LENGTH, getattr(handle.config, "max_position_embeddings", LENGTH))
+            for handle in handles
+        )
+
+    def place(self, length: int) -> slice:
         """The window START:STOP of the maps, within a sequence."""
         if self.window is None:
-            return slice(0, min(WINDOW, self.length))
+            return slice(0, min(WINDOW, length))
         start, colon, stop = self.window.partition(":")
-        if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= self.length):
-            raise UserError(f"--window must be START:STOP within the {self.length} tokens, got {self.window!r}")
+        if not (colon and start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= length):
+            raise UserError(f"--window must be START:STOP within the {length} tokens, got {self.window!r}")
         return slice(int(start), int(stop))
+
+    def identity(self, handle: ModelHandle, length: int) -> dict[str, Any]:
+        """All that decides an analysis."""
+        window = self.place(length)
+        return {
+            "data": sha256(self.data / MANIFEST if is_shards(self.data) else self.data),
+            "length": length,
+            "sequences": self.sequences,
+            "join": self.join,
+            "maps": [sorted(set(self.layers)), window.start, window.stop],
+            "model": handle.identity,
+        }
 
 
 class Target(NamedTuple):
@@ -73,12 +103,16 @@ def targets(models: Sequence[str]) -> list[Target]:
 
 def analyze(target: Target, request: Request, device: str | None = None, dtype: str | None = None) -> Analysis:
     """Look at one model. A plain Llama, Mistral or Qwen model is converted first, which changes none of its numbers."""
-    window = request.place()
     handle = ModelHandle(target.path, device, dtype)
+    return _analyze(target, handle, request, request.tokens([handle]))
+
+
+def _analyze(target: Target, handle: ModelHandle, request: Request, length: int) -> Analysis:
+    window = request.place(length)
     tokenizer = tokenizer_of(target.path)
     if is_shards(request.data):
         require_same_tokens(request.data, target.path)
-    sequences = load_sequences(request.data, request.length, request.sequences, tokenizer, request.join)
+    sequences = load_sequences(request.data, length, request.sequences, tokenizer, request.join)
     source: Any = load(target.path, dtype=handle.dtype)
     # The copy before the move: the device then holds one model.
     model: Any = source if isinstance(source, AffineAttnForCausalLM) else convert(source, "softmax")
@@ -113,12 +147,14 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device_name(model.device),
     }
+    as_trained = is_shards(request.data) and handle.trained_on(length, apart=not request.join)
     data = {
         "path": str(request.data),
-        "length": request.length,
+        "length": length,
         "sequences": len(sequences),
-        "tokens": len(sequences) * request.length,
-        "boundaries": JOINED if request.join else APART,
+        "tokens": len(sequences) * length,
+        "boundaries": boundaries(not request.join, as_trained),
+        "training_length": handle.training_length,
     }
     texts = token_texts(sequences[0]["input_ids"][0, window].tolist(), tokenizer)
     content = {
@@ -127,6 +163,7 @@ def analyze(target: Target, request: Request, device: str | None = None, dtype: 
         "model": about,
         "run": None if target.run is None else str(target.run),
         "data": data,
+        "identity": request.identity(handle, length),
         **provenance(),
         **measured,
         "map": {"layers": layers, "start": window.start, "stop": window.stop, "tokens": texts},
@@ -141,15 +178,34 @@ def analyze_all(
     device: str | None = None,
     dtype: str | None = None,
 ) -> tuple[list[Analysis], list[Path]]:
-    """The analyses of all models and the folders they were written to, each as soon as it was done."""
+    """The analyses of all models and their folders, each written as soon as it was done. What an earlier call has
+    finished is read: another length, other data or other maps are another analysis beside it."""
     chosen = targets(models)
-    folders = [output / target.name if output else beside(target.path, ANALYSIS) for target in chosen]
-    for folder in folders:
-        require_writable(folder)
-    analyses = []
-    for target, folder in zip(chosen, folders, strict=True):
-        analyses.append(analyze(target, request, device, dtype))
-        write_analysis(folder, analyses[-1])
+    places = [output / target.name if output else beside(target.path, ANALYSIS) for target in chosen]
+    for place in places:
+        require_writable(place)
+    handles = [ModelHandle(target.path, device, dtype) for target in chosen]
+    if is_shards(request.data):
+        read_manifest(request.data)  # says whether it is complete
+    length = request.tokens(handles) if handles else 0
+    analyses, folders = [], []
+    for target, handle, place in zip(chosen, handles, places, strict=True):
+        if handle.training_length and length > handle.training_length:
+            print(
+                f"{target.name} was trained on sequences of {handle.training_length} tokens: at {length}, queries from "
+                f"{handle.training_length + 1} on are beyond its training",
+                file=sys.stderr,
+            )
+        folder = place / result_name(f"{request.data.name.split('.')[0]}-{length}", request.identity(handle, length))
+        if has_analysis(folder):
+            print(f"{target.name}: analysed before, {folder}", file=sys.stderr)
+            # The name is of this call: in the one before, two models may have had the same.
+            found = read_analysis(folder)
+            analyses.append(replace(found, content=found.content | {"name": target.name}))
+        else:
+            analyses.append(_analyze(target, handle, request, length))
+            write_analysis(folder, analyses[-1])
+        folders.append(folder)
     return analyses, folders
 
 
@@ -189,8 +245,11 @@ def table(analyses: Sequence[Analysis]) -> Table:
 
 
 def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:
-    """Figures of one model lie beside its files, those of several in a folder of their own."""
-    return (output or (folders[0] if len(folders) == 1 else Path(ANALYSIS))) / "figures"
+    """Figures of one analysis lie beside its files, those of several in a folder of their own."""
+    if len(folders) == 1:
+        return folders[0] / FIGURES
+    length = folders[0].name.rpartition("-")[0]
+    return (output or Path(ANALYSIS)) / FIGURES / result_name(length, {"analyses": [str(folder) for folder in folders]})
 
 
 def summary(analyses: Sequence[Analysis], folders: Sequence[Path], figures: Sequence[Path]) -> dict[str, Any]:

@@ -193,7 +193,13 @@ def analyze(
     data: Annotated[
         Path, typer.Option(metavar="FILE|SHARDS", help="text, JSON lines, or a folder that affine-attn prepare made")
     ],
-    length: Annotated[int, typer.Option(min=2, help="tokens of a sequence")] = 1024,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="tokens of a sequence; default: as many as in the models' training, where that is not known 1024",
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="how many, from the beginning of the data")] = 10,
     layer: Annotated[
         list[int] | None,
@@ -209,8 +215,8 @@ def analyze(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="folder of the files (OUTPUT/NAME) and figures; default: MODEL/analysis, for a hub id "
-            "analysis/ID, and analysis/figures for figures of several models"
+            help="folder of the results (OUTPUT/NAME) and of figures of several models; default: MODEL/analysis, for "
+            "a hub id analysis/ID, and analysis/figures"
         ),
     ] = None,
     figures: Annotated[bool, typer.Option(help="draw PNG and SVG figures, which needs matplotlib")] = True,
@@ -220,7 +226,8 @@ def analyze(
 ) -> None:
     """Show how models attend: row sums, first token, entropy, alpha and beta per layer and head, maps, training curves.
 
-    No matrix of all queries and keys is ever held, so long sequences fit. docs/metrics.md defines every number.
+    Another length or other data is another result beside the first; finished ones are reused. No matrix of all queries
+    and keys is ever held, so long sequences fit. docs/metrics.md defines every number.
     """
     with one_line_errors():
         from affine_attn.analyze import run

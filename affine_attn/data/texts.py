@@ -16,9 +16,11 @@ from affine_attn.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What results say of the boundaries of documents.
-APART = "packed as in training: documents do not see each other"
-JOINED = "documents are joined and see each other"
+
+def boundaries(apart: bool, as_trained: bool) -> str:
+    """What results say of the boundaries of documents."""
+    seen = "documents do not see each other" if apart else "documents are joined and see each other"
+    return f"packed as in training: {seen}" if as_trained else seen
 
 
 def documents(file: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from affine_attn.data.needles import Haystack, Needles, Stream
 from affine_attn.data.shards import IGNORED
-from affine_attn.data.texts import JOINED
+from affine_attn.data.texts import boundaries
 from affine_attn.errors import UserError
 from affine_attn.evaluate.perplexity import token_losses
 
@@ -45,7 +45,7 @@ def loss_by_position(model: PreTrainedModel, stream: Stream, length: int, limit:
         "positions": [
             {"first": a, "last": b - 1, **_over_sequences(means[:, i])} for i, (a, b) in enumerate(pairwise(edges))
         ],
-        "boundaries": JOINED,
+        "boundaries": boundaries(apart=False, as_trained=False),
         "length": length,
         "stride": length,
         "sequences": sequences,
@@ -78,7 +78,7 @@ def needle_retrieval(
     return {
         "metrics": {"accuracy": _over_sequences(right.mean(1))},
         "depths": [{"depth": depth, **_over_sequences(right[:, j])} for j, depth in enumerate(depths)],
-        "boundaries": JOINED,
+        "boundaries": boundaries(apart=False, as_trained=False),
         "length": length,
         "haystacks": haystacks,
         "needles": NEEDLES,

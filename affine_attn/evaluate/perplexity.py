@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from affine_attn.data.shards import IGNORED, TokenShards
-from affine_attn.data.texts import documents, encode, prefix_token
+from affine_attn.data.texts import boundaries, documents, encode, prefix_token
 from affine_attn.distill.losses import CHUNK_BYTES, chunk_size
 from affine_attn.errors import UserError
 from affine_attn.evaluate.score import Pair, score
@@ -103,9 +103,17 @@ def text_perplexity(
 
 
 def shard_perplexity(
-    model: PreTrainedModel, folder: Path, length: int, split: str = "valid", limit: int | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    length: int,
+    split: str = "valid",
+    limit: int | None = None,
+    as_trained: bool = False,
 ) -> dict[str, Any]:
-    """Sequences as training packs them: documents do not see each other, and their first tokens are not predicted."""
+    """Sequences of whole shards: documents do not see each other, and their first tokens are not predicted.
+
+    as_trained: the model was trained on sequences of this length and kind, which the result then says.
+    """
     shards = TokenShards(folder, length, split)
     losses, counts = [], []
     for i in tqdm(range(min(len(shards), limit or len(shards))), desc=f"Scoring {folder.name}"):
@@ -114,7 +122,7 @@ def shard_perplexity(
         counts.append(int((item["shift_labels"] != IGNORED).sum()))
     return {
         "metrics": {"loss": mean_loss(losses, counts), "token_perplexity": perplexity(losses, counts)},
-        "boundaries": "packed as in training: documents do not see each other, first tokens are not predicted",
+        "boundaries": f"{boundaries(True, as_trained)}, first tokens are not predicted",
         "length": length,
         "stride": length,
         "split": split,

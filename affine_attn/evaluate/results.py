@@ -1,7 +1,5 @@
 """Results: files that a later call takes up, and the tables people read."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from rich.table import Table
 
 from affine_attn.errors import UserError
 from affine_attn.runs.files import read_object, require_writable, write_json
+from affine_attn.runs.layout import result_name
 from affine_attn.runs.provenance import provenance
 
 # Columns of the paper's Table 1, in its order: task, heading.
@@ -32,11 +31,10 @@ def measured_once(
 ) -> tuple[dict[str, Any], Path, bool]:
     """The result with this identity: read where a call before has written it, else measured and written.
 
-    The name of the file ends in a hash of the identity, so that another model, limit or file is another result. Returns
-    the result, its file, and whether it was there.
+    Another model, limit or file is another result, of another name. Returns the result, its file, and whether it was
+    there.
     """
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    path = folder / f"{name}-{key}.json"
+    path = folder / f"{result_name(name, identity)}.json"
     if path.exists():
         try:
             return read_object(path, "metrics"), path, True

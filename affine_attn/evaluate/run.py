@@ -228,7 +228,8 @@ def _measure_text(
     elif kind == "positions":
         found = loss_by_position(model, joined(), length, settings["limit"])
     elif is_shards:
-        found = shard_perplexity(model, place, length, limit=settings["limit"])
+        as_trained = handle.trained_on(length, apart=True)
+        found = shard_perplexity(model, place, length, limit=settings["limit"], as_trained=as_trained)
     else:
         found = text_perplexity(model, handle.tokenizer, place, length, batch_size=batch_size, **settings)
     return {"data": str(place), "limit": settings.get("limit"), **found, "model": handle.about()}

@@ -17,8 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from affine_attn.checks import is_count
 from affine_attn.errors import UserError, first_line
+from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.runs.files import read_object, sha256
+from affine_attn.runs.layout import model_and_run
 from affine_attn.runs.places import named_place, require_place
 from affine_attn.runs.provenance import device_name
 
@@ -54,6 +57,27 @@ class ModelHandle:
     def model(self) -> PreTrainedModel:
         network: Any = load(self.path, dtype=self.dtype)
         return network.to(self.device).eval()
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """That of the run which made the model; empty where it lies in none."""
+        run = model_and_run(self.path)[1]
+        return read_object(run.recipe) if run is not None and run.recipe.exists() else {}
+
+    @property
+    def training_length(self) -> int | None:
+        """Tokens of its training sequences, where its run or the formula of its attention says so."""
+        if is_count(length := self.recipe.get("sequence_length"), 1):
+            return length
+        if not isinstance(self.config, AffineAttnConfig):
+            return None
+        specs = map(self.config.spec, range(self.config.num_hidden_layers))
+        lengths = [getattr(part, "length", None) for spec in specs for part in (spec.logit, spec.affine)]
+        return max((length for length in lengths if isinstance(length, int) and is_count(length, 1)), default=None)
+
+    def trained_on(self, length: int, apart: bool) -> bool:
+        """Was it trained on sequences of shards that have this length, with documents kept apart or not?"""
+        return (self.recipe.get("sequence_length"), self.recipe.get("documents")) == (length, apart)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ A figure has panels, and pickers that choose what all its panels show. Text that
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
-from affine_attn.report.runs import MAP_NUMBERS, Run, about, measured
+from affine_attn.report.runs import MAP_NUMBERS, Look, Run, about, looks, measured
 from affine_attn.runs.series import LATE, running_mean
 
 # Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
 COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
-# Of the lines of runs beyond these colours, which begin anew.
-DASHES = ("solid", "dash", "dot", "dashdot")
+# Of the lines of runs beyond these colours, which begin anew, and of analyses of different text; and in words.
+DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted"}
 # A curve with more points shows the least and the greatest value of every stretch, so that no spike is lost.
 MOST_POINTS = 2000
 # Numbers that histograms of single heads may have together, as MAP_NUMBERS for maps; beyond it layers alone are shown.
@@ -159,7 +159,8 @@ def _validation(trained: list[tuple[int, Run]]) -> Figure:
             if len((curve := run.curve(name))[0])
         ]
         panels.append(Panel({"": traces}, _axes("step", title), title))
-    return Figure("validation", "Held-out text", "Losses on text that is never trained on.", panels)
+    caption = f"Losses on text that is never trained on, {_training_sequences(trained)}."
+    return Figure("validation", "Held-out text", caption, panels)
 
 
 def _attention_while_training(trained: list[tuple[int, Run]]) -> list[Figure]:
@@ -170,8 +171,16 @@ def _attention_while_training(trained: list[tuple[int, Run]]) -> list[Figure]:
         ]
         if _tells(traces):
             panels.append(Panel({"": traces}, _axes("step", ""), title))
-    caption = "On a few sequences that stay the same; means over layers and heads. What is 0 throughout is left out."
+    caption = (
+        f"On a few sequences that stay the same, {_training_sequences(trained)}; means over layers and heads. "
+        "What is 0 throughout is left out."
+    )
     return [Figure("while-training", "Attention while training", caption, panels)] if panels else []
+
+
+def _training_sequences(trained: list[tuple[int, Run]]) -> str:
+    lengths = {f"{run.recipe['sequence_length']} tokens of {run.recipe.get('data')}" for _, run in trained}
+    return f"in sequences as in training ({'; '.join(sorted(lengths))})"
 
 
 def evaluation(runs: Sequence[Run]) -> list[Figure]:
@@ -253,10 +262,10 @@ def _needles(runs: Sequence[Run]) -> list[Figure]:
 
 
 def analysis(runs: Sequence[Run]) -> list[Figure]:
-    analysed = [(i, run) for i, run in enumerate(runs) if run.analysis]
+    analysed, texts = looks(runs)
     if not analysed:
         return []
-    return [
+    figures = [
         _row_sums(analysed),
         _per_layer(analysed),
         _per_head(analysed),
@@ -264,9 +273,12 @@ def analysis(runs: Sequence[Run]) -> list[Figure]:
         *_histograms(analysed),
         _maps(analysed),
     ]
+    words = list(DASHES.values())
+    told = [f"{words[n % len(words)]} lines: {text}" if len(texts) > 1 else text for n, text in enumerate(texts)]
+    return [replace(figure, caption=f"{figure.caption} Sequences: {'; '.join(told)}.") for figure in figures]
 
 
-def _row_sums(analysed: list[tuple[int, Run]]) -> Figure:
+def _row_sums(analysed: list[tuple[int, Look]]) -> Figure:
     layers = max(len(run.analysis.content["row_sums"]["counts"]) for _, run in analysed)
     traces: dict[str, list[dict]] = {}
     for choice in range(layers + 1):
@@ -284,7 +296,7 @@ def _row_sums(analysed: list[tuple[int, Run]]) -> Figure:
             ]
     caption = (
         "Sums of the weights of every query, averaged over heads (the paper's Figure 3). Each curve is scaled to its "
-        "highest bin; dashed: mean, dotted: median."
+        "highest bin; upright lines: dashed the mean, dotted the median."
     )
     picker = Picker("layer", ["all", *map(str, range(layers))])
     return Figure(
@@ -296,7 +308,7 @@ def _row_sums(analysed: list[tuple[int, Run]]) -> Figure:
     )
 
 
-def _per_layer(analysed: list[tuple[int, Run]]) -> Figure:
+def _per_layer(analysed: list[tuple[int, Look]]) -> Figure:
     panels = []
     for metric, title in METRICS.items():
         tables = [(i, run, run.analysis.content["layers"].get(metric) or []) for i, run in analysed]
@@ -316,15 +328,15 @@ def _per_layer(analysed: list[tuple[int, Run]]) -> Figure:
     return Figure("per-layer", "Layer by layer", caption, panels)
 
 
-def _per_head(analysed: list[tuple[int, Run]]) -> Figure:
+def _per_head(analysed: list[tuple[int, Look]]) -> Figure:
     metrics = [m for m in METRICS if any(_any(run.analysis.content["heads"].get(m)) for _, run in analysed)]
-    tables = {(i, m): run.analysis.content["heads"].get(m) for i, run in analysed for m in metrics}
+    tables = {(n, m): run.analysis.content["heads"].get(m) for n, (_, run) in enumerate(analysed) for m in metrics}
     ranges = {m: _range([table for (_, of), table in tables.items() if of == m]) for m in metrics}
     panels = []
-    for i, run in analysed:
+    for n, (i, run) in enumerate(analysed):
         traces = {}
         for choice, metric in enumerate(metrics):
-            rows = [rounded(row or [None] * run.analysis.content["model"]["heads"]) for row in tables[i, metric] or []]
+            rows = [rounded(row or [None] * run.analysis.content["model"]["heads"]) for row in tables[n, metric] or []]
             low, high = ranges[metric]
             trace = _trace(i, run) | {"type": "heatmap", "z": rows, "zmin": low, "zmax": high}
             traces[str(choice)] = [trace | {"hovertemplate": "layer %{y}, head %{x}<br>%{z:.4g}", "showlegend": False}]
@@ -338,7 +350,7 @@ def _per_head(analysed: list[tuple[int, Run]]) -> Figure:
     return Figure("per-head", "Layers and heads", caption, panels, [Picker("metric", [METRICS[m] for m in metrics])])
 
 
-def _activations(analysed: list[tuple[int, Run]]) -> list[Figure]:
+def _activations(analysed: list[tuple[int, Look]]) -> list[Figure]:
     having = [(i, run) for i, run in analysed if run.analysis.alpha_counts is not None]
     if not having:
         return []
@@ -363,7 +375,7 @@ def _activations(analysed: list[tuple[int, Run]]) -> list[Figure]:
     return [Figure("activations", "The activation of α", caption, panels)]
 
 
-def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:
+def _histograms(analysed: list[tuple[int, Look]]) -> list[Figure]:
     kinds = {kind: text for kind, text in HISTOGRAMS.items() if any(_histogram(run, kind) for _, run in analysed)}
     if not kinds:
         return []
@@ -391,23 +403,23 @@ def _histograms(analysed: list[tuple[int, Run]]) -> list[Figure]:
     return [Figure("alpha-beta", "α and β", caption, panels, pickers)]
 
 
-def _maps(analysed: list[tuple[int, Run]]) -> Figure:
+def _maps(analysed: list[tuple[int, Look]]) -> Figure:
     layers = sorted({layer for _, run in analysed for layer in run.analysis.content["map"]["layers"]})
     heads = max(run.analysis.content["model"]["heads"] for _, run in analysed)
     size = _map_size(
         len(layers) * (heads + 1) * len(analysed), max(run.analysis.weights.shape[-1] for _, run in analysed)
     )
     keys = {f"{n}/{h}": (layer, h - 1) for (n, layer), h in product(enumerate(layers), range(heads + 1))}
-    maps = {(i, key): _map(run, *place, size) for i, run in analysed for key, place in keys.items()}
+    maps = {(n, key): _map(run, *place, size) for n, (_, run) in enumerate(analysed) for key, place in keys.items()}
     panels = []
-    for i, run in analysed:
+    for n, (i, run) in enumerate(analysed):
         window = run.analysis.content["map"]
         # The place keeps equal tokens apart.
-        names = [f"{window['start'] + n} {label(token)}" for n, token in enumerate(window["tokens"][:size])]
+        names = [f"{place} {label(token)}" for place, token in enumerate(window["tokens"][:size], window["start"])]
         traces = {}
         for key in keys:
-            together = [weights for j, _ in analysed if (weights := maps[j, key]) is not None]
-            weights = maps[i, key]
+            together = [weights for m in range(len(analysed)) if (weights := maps[m, key]) is not None]
+            weights = maps[n, key]
             if weights is None:
                 traces[key] = []
                 continue
@@ -435,7 +447,7 @@ def _map_size(maps: int, window: int) -> int:
     return max(1, min(window, math.isqrt(MAP_NUMBERS // maps)))
 
 
-def _map(run: Run, layer: int, head: int, size: int) -> np.ndarray | None:
+def _map(run: Look, layer: int, head: int, size: int) -> np.ndarray | None:
     """Weights [queries, keys]; head -1 is the mean over heads. None where the model has no such layer or head."""
     shape = run.analysis.content
     if layer not in shape["map"]["layers"] or head >= shape["model"]["heads"]:
@@ -444,17 +456,21 @@ def _map(run: Run, layer: int, head: int, size: int) -> np.ndarray | None:
     return weights.mean(0) if head < 0 else weights[head]
 
 
-def _trace(i: int, run: Run) -> dict[str, Any]:
+def _trace(i: int, run: Run | Look) -> dict[str, Any]:
     return {"name": label(run.name), "meta": i}
 
 
-def _line(i: int, run: Run, x: Sequence, y: Sequence, **more: Any) -> dict[str, Any]:
-    dash = DASHES[i // len(COLOURS) % len(DASHES)]
-    line = {"color": _colour(i), "width": 1.8, "dash": dash} | more.pop("line", {})
+def _dashed(i: int, run: Run | Look) -> dict[str, str]:
+    text = run.text if isinstance(run, Look) else 0
+    return {"dash": list(DASHES)[(i // len(COLOURS) + text) % len(DASHES)]}
+
+
+def _line(i: int, run: Run | Look, x: Sequence, y: Sequence, **more: Any) -> dict[str, Any]:
+    line = {"color": _colour(i), "width": 1.8} | _dashed(i, run) | more.pop("line", {})
     return _trace(i, run) | {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "line": line} | more
 
 
-def _steps(i: int, run: Run, edges: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+def _steps(i: int, run: Look, edges: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
     total, highest = max(1, sum(counts)), max(1, *counts)
     centres = [(a + b) / 2 for a, b in pairwise(edges)]
     trace = _line(i, run, rounded(centres), rounded(c / highest for c in counts), line={"shape": "hvh"})
@@ -462,7 +478,7 @@ def _steps(i: int, run: Run, edges: Sequence[float], counts: Sequence[int]) -> d
     return trace | {"hovertemplate": "%{x:.4g}: %{customdata:.3g} % of queries"}
 
 
-def _mark(i: int, run: Run, at: float, dash: str, what: str) -> dict[str, Any]:
+def _mark(i: int, run: Look, at: float, dash: str, what: str) -> dict[str, Any]:
     line = {"dash": dash, "width": 1.5}
     return _line(i, run, rounded([at, at]), [0, 1], line=line, hovertemplate=f"{what} %{{x:.4g}}", showlegend=False)
 
@@ -501,7 +517,7 @@ def _range(tables: list[list | None]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _histogram(run: Run, kind: str) -> dict | None:
+def _histogram(run: Look, kind: str) -> dict | None:
     return run.analysis.content["histograms"].get(kind)
 
 

@@ -24,7 +24,7 @@ from affine_attn.errors import MissingPackage
 from affine_attn.evaluate.results import SHARES, average
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
-from affine_attn.report.runs import Run, about, measured, read_runs
+from affine_attn.report.runs import Run, about, looks, measured, read_runs
 from affine_attn.runs.files import written
 
 # Rows of the summary: heading, and where result.json (or "gradients" in it) has the number.
@@ -61,9 +61,8 @@ def draw_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     from affine_attn.analyze.figures import draw
 
     analyses = [
-        dataclasses.replace(run.analysis, content=run.analysis.content | {"name": run.name})
-        for run in runs
-        if run.analysis is not None
+        dataclasses.replace(look.analysis, content=look.analysis.content | {"name": look.name})
+        for _, look in looks(runs)[0]
     ]
     return draw(analyses, [run for run in runs if run.metrics], folder)
 
@@ -195,7 +194,7 @@ def _missing(section: str, runs: Sequence[Run]) -> str:
         ),
         "How the models attend": (
             "Not analysed yet: ",
-            [f"affine-attn analyze {quote(str(r.model))} --data DATA" for r in runs if r.analysis is None],
+            [f"affine-attn analyze {quote(str(r.model))} --data DATA" for r in runs if not r.analyses],
         ),
     }
     text, entries = lacking[section]
@@ -228,15 +227,14 @@ def _summary(runs: Sequence[Run]) -> str:
         )
         for title, key in _GRADIENTS.items()
     ]
-    return f'<div class="card">{_table([run.name for run in runs], rows)}</div>'
+    return f'<div class="card">{_table(_heads(runs), rows)}</div>'
 
 
 def _attention(run: Run) -> str:
-    about = run.analysis.content if run.analysis else run.evaluations[0] if run.evaluations else {}
-    model = about.get("model", {})
+    model = run.facts
     if run.variant:
         return run.variant
-    if run.analysis is None and model.get("model_type") != AffineAttnConfig.model_type:
+    if not run.analyses and model.get("model_type") != AffineAttnConfig.model_type:
         return str(model.get("model_type", ""))
     if "attention" not in model:
         return ""
@@ -264,9 +262,7 @@ def _changed_fields(stage: Any) -> str:
 
 
 def _parameters(run: Run) -> str:
-    sources = [run.analysis.content] if run.analysis else []
-    found = [source["model"]["parameters"] for source in (*sources, *run.evaluations) if "model" in source]
-    return f"{found[0]:,}" if found else ""
+    return f"{run.facts['parameters']:,}" if run.facts else ""
 
 
 def _steps(run: Run) -> str:
@@ -319,8 +315,7 @@ def _evaluations(runs: Sequence[Run]) -> str:
     if shares:
         caption = f"In %: {', '.join(sorted(shares))}; all else as it is. {caption}"
     return (
-        f'<div class="card"><h3>Results</h3><p class="caption">{escape(caption)}</p>'
-        f"{_table([run.name for run in runs], rows)}</div>"
+        f'<div class="card"><h3>Results</h3><p class="caption">{escape(caption)}</p>{_table(_heads(runs), rows)}</div>'
     )
 
 
@@ -332,38 +327,36 @@ def _with_error(cell: dict[str, float | None]) -> str:
 
 
 def _scalars(runs: Sequence[Run]) -> str:
-    names = [name for name in METRICS if any(run.analysis and name in run.analysis.content["scalars"] for run in runs)]
-    if not names:
+    shown, texts = looks(runs)
+    if not shown:
         return ""
+    scalars = [look.analysis.content["scalars"] for _, look in shown]
     rows = [
-        (METRICS[name], [_number(run.analysis.content["scalars"].get(name)) if run.analysis else "" for run in runs])
-        for name in names
+        (title, [_number(values.get(name)) for values in scalars])
+        for name, title in METRICS.items()
+        if any(name in values for values in scalars)
     ]
-    data = {_data(run.analysis.content["data"]) for run in runs if run.analysis}
-    caption = f"Means over layers, heads and queries: {'; '.join(sorted(data))}."
-    if len(data) > 1:
-        caption += " The models were looked at on different text: compare with care."
+    caption = f"Means over layers, heads and queries: {'; '.join(texts)}."
+    if len(texts) > 1:
+        caption += " These are different texts: compare with care."
     return (
         f'<div class="card"><h3>In one number</h3><p class="caption">{escape(caption)}</p>'
-        f"{_table([run.name for run in runs], rows)}</div>"
+        f"{_table([(i, look.name) for i, look in shown], rows)}</div>"
     )
-
-
-def _data(data: dict[str, Any]) -> str:
-    return f"{data['sequences']} × {data['length']} tokens of {data['path']}, {data['boundaries']}"
 
 
 def _configuration(runs: Sequence[Run]) -> str:
     parts = []
-    for title, tables in (
-        ("Recipe", [run.recipe for run in runs]),
-        ("Environment", [run.environment for run in runs]),
-        ("Analysis", [_provenance(run.analysis.content) if run.analysis else {} for run in runs]),
+    shown, _ = looks(runs)
+    for title, heads, tables in (
+        ("Recipe", _heads(runs), [run.recipe for run in runs]),
+        ("Environment", _heads(runs), [run.environment for run in runs]),
+        ("Analysis", [(i, look.name) for i, look in shown], [_provenance(look.analysis.content) for _, look in shown]),
     ):
         names = dict.fromkeys(name for table in tables for name in table)
         rows = [(name, [_value(table.get(name)) if table else "" for table in tables]) for name in names]
         if rows:
-            content = _table([run.name for run in runs], rows, mark=True)
+            content = _table(heads, rows, mark=True)
             parts.append(
                 f"<details{' open' if title == 'Recipe' else ''}><summary>{title}</summary>{content}</details>"
             )
@@ -375,9 +368,14 @@ def _provenance(content: dict[str, Any]) -> dict[str, Any]:
     return {**content["model"], **content["versions"], "commit": content["commit"]}
 
 
-def _table(heads: Iterable[str], rows: Iterable[tuple[str, list[str]]], mark: bool = False) -> str:
-    """Rows without any entry are left out. ``mark``: those whose entries differ stand out."""
-    head = "".join(f'<th scope="col">{_dot(i)}{escape(text)}</th>' for i, text in enumerate(heads))
+def _heads(runs: Sequence[Run]) -> list[tuple[int, str]]:
+    return [(i, run.name) for i, run in enumerate(runs)]
+
+
+def _table(heads: Iterable[tuple[int, str]], rows: Iterable[tuple[str, list[str]]], mark: bool = False) -> str:
+    """A column for every head, which names its run's number. Rows without any entry are left out. ``mark``: those whose
+    entries differ stand out."""
+    head = "".join(f'<th scope="col">{_dot(i)}{escape(text)}</th>' for i, text in heads)
     body = "".join(
         f'<tr{" class=differs" if mark and _differ(cells) else ""}><th scope="row">{escape(title)}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from affine_attn.checks import is_count
 from affine_attn.errors import UserError
 from affine_attn.evaluate.results import TABLE_1, accuracy
 from affine_attn.runs import series
-from affine_attn.runs.analysis import Analysis, has_analysis, is_number, read_analysis
+from affine_attn.runs.analysis import Analysis, analyses_in, is_number, read_analysis
 from affine_attn.runs.files import JsonLines, read_object
 from affine_attn.runs.layout import ANALYSIS, EVALUATION, METRICS, RECIPE, RunFolder
 
@@ -21,19 +21,23 @@ MAP_NUMBERS = 1_500_000
 
 @dataclass(frozen=True)
 class Run(series.Run):
-    """A run of ``affine-attn distill``; or a model from elsewhere, which has neither recipe nor metrics."""
+    """A run of ``affine-attn distill``; or a model from elsewhere, which has neither recipe nor metrics. ``model`` is
+    that folder or hub id."""
 
     folder: Path
+    model: Path
     recipe: dict[str, Any]
     environment: dict[str, Any]
     result: dict[str, Any]
     finished: bool
     evaluations: list[dict[str, Any]]
-    analysis: Analysis | None
+    analyses: list[Analysis]
 
     @property
-    def model(self) -> Path:
-        return RunFolder(self.folder).model if self.recipe else self.folder
+    def facts(self) -> dict[str, Any]:
+        """What results say of the model itself."""
+        contents = [*(analysis.content for analysis in self.analyses), *self.evaluations]
+        return next((content["model"] for content in contents if "model" in content), {})
 
     @property
     def zero_shot(self) -> dict[str, dict[str, Any]]:
@@ -54,25 +58,100 @@ def about(result: dict[str, Any]) -> str:
     return "".join(f" · {part}" for part in parts if part)
 
 
+@dataclass(frozen=True)
+class Look:
+    """One analysis of a page: the name of its model, with what tells analyses apart where they are of different text;
+    and which of the page's texts it is of."""
+
+    name: str
+    analysis: Analysis
+    text: int
+
+
+# In words, what may differ between analyses.
+_DIFFER: tuple[Callable[[dict[str, Any]], str], ...] = (
+    lambda content: f"{content['data']['length']:,} tokens",
+    lambda content: "/".join(Path(content["data"]["path"]).parts[-2:]),
+    lambda content: f"{content['data']['sequences']} sequences",
+    lambda content: content["data"]["boundaries"].rpartition(": ")[2],
+)
+
+
+def looks(runs: Sequence[Run]) -> tuple[list[tuple[int, Look]], list[str]]:
+    """Every analysis with the number of its run, and the texts they are of, in words."""
+    found = [(i, analysis) for i, run in enumerate(runs) for analysis in run.analyses]
+    told = [[words(analysis.content) for words in _DIFFER] for _, analysis in found]
+    differing = [n for n in range(len(_DIFFER)) if len({words[n] for words in told}) > 1]
+    texts: dict[str, str] = {}
+    shown: list[tuple[int, Look]] = []
+    for (i, analysis), words in zip(found, told, strict=True):
+        short = [words[n] for n in differing]
+        key = " · ".join(short)
+        texts.setdefault(key, text_of(analysis.content["data"]))
+        if sum(j == i and others == words for (j, _), others in zip(found, told, strict=True)) > 1:
+            short.append("maps from {start} to {stop}".format(**analysis.content["map"]))
+        shown.append((i, Look(" · ".join([runs[i].name, *short]), analysis, list(texts).index(key))))
+    return shown, list(texts.values())
+
+
+def text_of(data: dict[str, Any]) -> str:
+    """How many sequences an analysis saw, how long they were and of what."""
+    trained = data.get("training_length")
+    beyond = f", trained on {trained}" if trained and trained != data["length"] else ""
+    return f"{data['sequences']} × {data['length']} tokens of {data['path']}, {data['boundaries']}{beyond}"
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read runs, models and folders of ``affine-attn analyze --output``, whose analyses join those of a model that is
+    given too."""
     if not folders:
         raise UserError("a report needs the folder of at least one run")
-    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("the same folder is given twice")
+    places = [place for folder in folders for place in _places(folder)]
+    own = {model.resolve(): place for place, model, _ in places if model in (place, RunFolder(place).model)}
+    of_places: dict[Path, tuple[Path, list[Analysis]]] = {}
+    for place, model, analyses in places:
+        of_places.setdefault(own.get(model.resolve(), place), (model, []))[1].extend(analyses)
+    return [
+        _read(place, model, analyses, name)
+        for (place, (model, analyses)), name in zip(of_places.items(), _names(list(of_places)), strict=True)
+    ]
 
 
-def _read(folder: Path, name: str) -> Run:
+def _places(folder: Path) -> list[tuple[Path, Path, list[Analysis]]]:
+    """The models that a folder is about: their names' places, the models' own, and their analyses."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     run = RunFolder(folder)
-    trained = run.recipe.is_file()
-    model = run.model if trained else folder
-    evaluations = [_evaluation(path) for path in sorted((model / EVALUATION).glob("*.json"))]
-    analysis = read_analysis(model / ANALYSIS, MAP_NUMBERS) if has_analysis(model / ANALYSIS) else None
-    if not trained and not evaluations and analysis is None:
+    model = run.model if run.recipe.is_file() else folder
+    if run.recipe.is_file() or (folder / EVALUATION).is_dir() or (folder / ANALYSIS).is_dir():
+        return [(folder, model, _analyses(model / ANALYSIS))]
+    of_models: dict[str, list[Analysis]] = {}
+    for analysis in _analyses(folder):
+        of_models.setdefault(analysis.name, []).append(analysis)
+    if not of_models:
         raise UserError(
             f"{folder} is no run of affine-attn distill (it has no {RECIPE}), "
             "and no model that affine-attn eval or analyze has results of"
         )
+    return [
+        (folder if len(of_models) == 1 else folder / name, Path(analyses[0].content["model"]["path"]), analyses)
+        for name, analyses in of_models.items()
+    ]
+
+
+def _analyses(folder: Path) -> list[Analysis]:
+    found = [read_analysis(place, MAP_NUMBERS) for place in analyses_in(folder)]
+    return sorted(found, key=lambda analysis: analysis.content["data"]["length"])
+
+
+def _read(folder: Path, model: Path, analyses: list[Analysis], name: str) -> Run:
+    run = RunFolder(folder)
+    trained = run.recipe.is_file()
+    evaluations = [_evaluation(path) for path in sorted((model / EVALUATION).glob("*.json"))]
+    if not trained and not evaluations and not analyses:
+        raise UserError(f"{folder} has no result of affine-attn eval or analyze, and no {RECIPE}")
     metrics = _rows(run.metrics, "loss", "grad_norm") if trained else []
     if trained and not metrics:
         raise UserError(f"{folder} has no step in {METRICS} yet: there is nothing to report")
@@ -82,8 +161,9 @@ def _read(folder: Path, name: str) -> Run:
             raise UserError(f"{run.recipe} is damaged: {field} is {recipe.get(field)!r:.60}")
     return Run(
         name=name,
-        variant=recipe["attention"] if trained else analysis.content["model"]["variant"] if analysis else None,
+        variant=recipe["attention"] if trained else analyses[0].content["model"]["variant"] if analyses else None,
         folder=folder,
+        model=model,
         recipe=recipe,
         environment=read_object(run.environment) if trained else {},
         metrics=metrics,
@@ -91,15 +171,13 @@ def _read(folder: Path, name: str) -> Run:
         result=series.result(run) if trained else {},
         finished=not trained or run.result.is_file(),
         evaluations=evaluations,
-        analysis=analysis,
+        analyses=analyses,
     )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Name each folder by the fewest last parts of its path that keep them apart."""
     paths = [folder.resolve() for folder in folders]
-    if len(set(paths)) < len(paths):
-        raise UserError("the same folder is given twice")
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):

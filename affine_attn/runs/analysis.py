@@ -11,7 +11,9 @@ is null: alpha of a layer that has none, a correlation with what never changes. 
                  affine_attn.VARIANTS, whatever its training length; null for any other), parameters, layers, heads,
                  kv_heads, head_dim, dtype, device
     run          the folder of the training run, with metrics.jsonl and statistics.jsonl; null where there is none
-    data         path, length (tokens of a sequence), sequences, tokens (queries in all), boundaries (in words)
+    data         path, length (tokens of a sequence), sequences, tokens (queries in all), boundaries (in words),
+                 training_length (of the model's own sequences; null where that is not known, or not there)
+    identity     what decides all of this: another one is another analysis, in another folder; older files have none
     versions     of affine-attn, torch, transformers
     commit       of this package; null where it is not run from a checkout
     heads        {metric: [L][H]}, or null instead of [H]
@@ -55,6 +57,8 @@ MOST_MAP_BYTES = 1 << 30
 MOST_BYTES = 1 << 26
 # Maps that are cut when they are read keep so many tokens at least: the window that is written by default.
 LEAST_TOKENS = 64
+# What is there is not measured a second time.
+_AGAIN = "remove it, and analyze the model again"
 
 
 @dataclass(frozen=True)
@@ -101,25 +105,31 @@ def has_analysis(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
+def analyses_in(folder: Path) -> list[Path]:
+    """Folders of analyses: this one, or those in it, as the folder beside a model and that of --output have them."""
+    found = [folder / FILE, *(path for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/{FILE}")))]
+    return [path.parent for path in found if path.is_file()]
+
+
 def read_analysis(folder: Path, map_numbers: int | None = None) -> Analysis:
     """map_numbers: of the maps, about so many numbers are kept, their first queries and keys; None keeps all."""
     path = folder / FILE
     if not path.is_file():
         raise UserError(f"{folder} has no {FILE}: make it with affine-attn analyze")
     if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB, which no analysis has: analyze the model again")
+        raise UserError(f"{path} has more than {MOST_BYTES >> 20} MiB, which no analysis has: {_AGAIN}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{folder} is damaged: analyze the model again") from error
+        raise UserError(f"{folder} is damaged: {_AGAIN}") from error
     if version != VERSION:
-        raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: analyze again")
+        raise UserError(f"{path} is of format version {version}, this package reads {VERSION}: {_AGAIN}")
     try:
         _check(content)
         return Analysis(content, _read_maps(folder / MAPS, content, map_numbers))
     except (ValueError, TypeError, KeyError, AttributeError, OSError, EOFError, BadZipFile, zlib.error) as error:
-        raise UserError(f"{folder} is damaged: analyze the model again ({error})") from error
+        raise UserError(f"{folder} is damaged: {_AGAIN} ({error})") from error
 
 
 def _read_maps(path: Path, content: dict[str, Any], map_numbers: int | None) -> np.ndarray:

@@ -1,8 +1,11 @@
 """The names of what a command leaves on disk: the folder of a run, and the folders beside a model."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from affine_attn.runs.files import JsonLines
 
@@ -13,6 +16,8 @@ MODEL, TEACHER = "model", "teacher"
 IDENTITY = "run.json"
 # Beside a model: what ``affine-attn eval`` and ``affine-attn analyze`` found.
 EVALUATION, ANALYSIS = "evaluation", "analysis"
+# In that of analyses, the pictures of several models.
+FIGURES = "figures"
 _LOCK = ".lock"
 
 
@@ -85,6 +90,12 @@ def model_and_run(path: str | Path) -> tuple[Path, RunFolder | None]:
     if (run := RunFolder(place)).has_model:
         return run.model, run
     return place, around if place.name == MODEL and around.metrics.path.exists() else None
+
+
+def result_name(name: str, identity: dict[str, Any]) -> str:
+    """Return a name that ends in a hash of all that decides a result, so that anything else is another result."""
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return f"{name}-{key}"
 
 
 def beside(model: str, folder: str) -> Path:

@@ -17,15 +17,16 @@ from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targe
 from affine_attn.cli import app
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.data.texts import load_sequences
+from affine_attn.distill.run import run
 from affine_attn.models import convert, preset
 from affine_attn.models.collect import collect_statistics
 from affine_attn.models.configuration import as_spec
 from affine_attn.models.presets import at_length
 from affine_attn.nn.alpha import alpha_gates
-from affine_attn.runs.analysis import MAPS, read_analysis
+from affine_attn.runs.analysis import FILE, MAPS, analyses_in, read_analysis
 from tests.support.analyzed import HOSTILE, models, text_file
 from tests.support.hf import SIZES, tiny_model
-from tests.support.tiny_runs import VOCAB, counting_shards
+from tests.support.tiny_runs import VOCAB, counting_shards, tiny
 
 LENGTH = 24
 # Weights of both signs and sums away from one: alpha_ma below alpha, and N near the sequence's length.
@@ -221,7 +222,8 @@ def test_files_are_what_was_written(tmp_path):
     (place,) = models(tmp_path, "affine")
     request = Request(text_file(tmp_path), length=48, sequences=2, layers=[1], window="4:20")
     (analysis,), (folder,) = analyze_all([str(place)], request)
-    assert folder == place / "analysis"
+    assert folder.parent == place / "analysis"
+    assert folder.name.startswith("text-48-")
     again = read_analysis(folder)
     assert again.content == json.loads(json.dumps(analysis.content, allow_nan=False))
     np.testing.assert_array_equal(again.weights, analysis.weights)
@@ -229,8 +231,8 @@ def test_files_are_what_was_written(tmp_path):
     with pytest.raises(ValueError, match="of layers 1, not of 0"):
         again.map(0)
     assert again.content["data"] | {"path": ""} == {
-        "path": "", "length": 48, "sequences": 2, "tokens": 96,
-        "boundaries": "packed as in training: documents do not see each other",
+        "path": "", "length": 48, "sequences": 2, "tokens": 96, "training_length": 128,
+        "boundaries": "documents do not see each other",
     }  # fmt: skip
     assert again.content["model"]["variant"] == "affine"
     assert "".join(again.content["map"]["tokens"])[:8] in "<|endoftext|>" + HOSTILE
@@ -319,8 +321,9 @@ def test_the_command_says_where_everything_is(tmp_path):
     assert printed["figures"] == []
     for model, name in zip(printed["models"], ("softmax", "affine"), strict=True):
         assert model["name"] == name
-        assert model["folder"] == str(tmp_path / "out" / name)
-        assert model["scalars"] == read_analysis(tmp_path / "out" / name).content["scalars"]
+        (folder,) = analyses_in(tmp_path / "out" / name)
+        assert model["folder"] == str(folder)
+        assert model["scalars"] == read_analysis(folder).content["scalars"]
     table = CliRunner().invoke(app, command).stdout
     assert "alpha_saturated" in table
     assert f"{printed['models'][1]['scalars']['negative']:.4g}" in table
@@ -329,7 +332,8 @@ def test_the_command_says_where_everything_is(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "less than 1024 tokens"),
+        ([], "less than 128 tokens"),
+        (["--length", "1024"], "less than 1024 tokens"),
         (["--length", "32", "--window", "0:99"], "--window must be START:STOP within the 32 tokens, got '0:99'"),
         (["--length", "32", "--layer", "2"], "--layer must be between 0 and 1"),
         (["--length", "32", "--device", "moon"], "--device moon"),
@@ -338,7 +342,7 @@ def test_the_command_says_where_everything_is(tmp_path):
 def test_mistakes_are_answered_with_one_line(tmp_path, options, said):
     (place,) = models(tmp_path, "affine")
     text = tmp_path / "short.txt"
-    text.write_text("few words " * 20)
+    text.write_text("few words " * 10)
     result = CliRunner().invoke(app, ["analyze", str(place), "--data", str(text), *options])
     assert result.exit_code == 2
     assert said in result.output.replace("\n", " ")
@@ -377,3 +381,46 @@ def test_sixteen_thousand_tokens_take_little_memory():
     """The weights, their logarithms and signs would each take 1 GiB for the one head."""
     run = subprocess.run([sys.executable, "-c", _LONG, "16384"], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 2e9
+
+
+def test_the_length_is_that_of_the_training_and_another_is_another_result(tmp_path, capsys):
+    for place in ("shards", "other"):
+        (tmp_path / place).mkdir()
+    data, output = counting_shards(tmp_path / "shards"), tmp_path / "run"
+    run(tiny(data, attention="softmax", sequence_length=24), output)
+    (first,), (folder,) = analyze_all([str(output)], Request(data, sequences=3))
+    assert first.content["data"]["length"] == first.content["data"]["training_length"] == 24
+    assert first.content["data"]["boundaries"] == "packed as in training: documents do not see each other"
+    written = (folder / FILE).read_bytes()
+    assert "beyond" not in capsys.readouterr().err
+    # Longer, other data, joined, other maps: each is a result of its own, and none is called packed as in training.
+    other = counting_shards(tmp_path / "other", seed=3)
+    requests = [
+        Request(data, length=32, sequences=3),
+        Request(data, length=16, sequences=3),
+        Request(other, sequences=3),
+        Request(data, sequences=3, join=True),
+        Request(data, sequences=3, window="4:8"),
+    ]
+    folders = {folder}
+    for request in requests:
+        (found,), (another,) = analyze_all([str(output)], request)
+        folders.add(another)
+        as_trained = found.content["data"]["length"] == 24 and not request.join
+        assert found.content["data"]["boundaries"].startswith("packed as in training") == as_trained
+    assert len(folders) == 6
+    assert set(analyses_in(output / "model" / "analysis")) == folders
+    assert (folder / FILE).read_bytes() == written
+    assert "run was trained on sequences of 24 tokens: at 32, queries from 25 on are beyond its training" in (
+        capsys.readouterr().err
+    )
+    # The same again is read.
+    (again,), (same,) = analyze_all([str(output)], Request(data, sequences=3))
+    assert same == folder
+    assert again.content == json.loads(json.dumps(first.content))
+    assert f"run: analysed before, {folder}" in capsys.readouterr().err
+    # Models side by side see the same text: as long as the shortest of their trainings.
+    tiny_model("softmax", vocab_size=VOCAB).save_pretrained(tmp_path / "elsewhere")
+    both, _ = analyze_all([str(output), str(tmp_path / "elsewhere")], Request(data, sequences=3))
+    assert [analysis.content["data"]["length"] for analysis in both] == [24, 24]
+    assert both[1].content["data"]["training_length"] is None

@@ -79,7 +79,11 @@ def test_it_ends_with_a_page_about_the_students(finished):
     assert text.splitlines()[-1].endswith(str(page))
     content = page.read_text()
     assert all(run.removeprefix("attention=") in content for run in RUNS[1:])
-    assert all((folder / "runs" / run / "model" / "analysis" / "analysis.json").exists() for run in RUNS[1:])
+    for run in RUNS[1:]:
+        (analysis,) = (folder / "runs" / run / "model" / "analysis").glob("data-32-*/analysis.json")
+        # As long as what they were trained on, and packed like it.
+        seen = json.loads(analysis.read_text())["data"]
+        assert (seen["length"], seen["boundaries"].partition(":")[0]) == (32, "packed as in training")
 
 
 def test_a_rerun_trains_nothing_again(finished):

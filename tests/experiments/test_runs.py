@@ -253,7 +253,7 @@ def test_figures_and_page_of_the_first_seed(recipe, tmp_path):
     assert {name for name, run in found.items() if run.analysis()} == {"affine-0.003", "softmax-0.003"}
     shown = page.pictured(found.values())
     assert [run.name for run in shown] == ["softmax", "affine"]
-    assert shown[1].analysis.content["map"]["layers"] == [0, 1]
+    assert shown[1].analyses[0].content["map"]["layers"] == [0, 1]
     assert [row["loss"] for row in shown[1].metrics] == found["affine-0.003"].series()["loss"]
     assert shown[1].result["valid_loss"] == found["affine-0.003"].valid["kd"]
     drawn = {path.name for path in page.draw(found.values(), tmp_path / "figures")}

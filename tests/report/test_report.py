@@ -28,7 +28,7 @@ from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
-from affine_attn.runs.analysis import FILE, MAPS, read_analysis, write_analysis
+from affine_attn.runs.analysis import FILE, MAPS, analyses_in, read_analysis, write_analysis
 from tests.support.chromium import MISSING, chromium, open_page, programs, wait
 from tests.support.tiny_runs import counting_shards, metrics, tiny
 
@@ -63,6 +63,11 @@ def runs(tmp_path_factory):
     return folders
 
 
+def analysis_of(run):
+    (only,) = analyses_in(run / "model" / "analysis")
+    return only
+
+
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
     return write_report(runs, tmp_path_factory.mktemp("page") / "report.html")
@@ -88,9 +93,21 @@ def test_tables_have_the_numbers_of_the_files(runs, page):
     assert cells(text, "arc_easy acc_norm") == ["30 ± 2 [26.08, 33.92]"] * 2
     commits = [json.loads((folder / "environment.json").read_text()).get("commit", "") for folder in runs]
     assert [cell for cell in cells(text, "commit") if cell] == [commit for commit in commits if commit]
-    scalars = [read_analysis(folder / "model" / "analysis").content["scalars"] for folder in runs]
+    scalars = [read_analysis(analysis_of(folder)).content["scalars"] for folder in runs]
     assert cells(text, "Sum of a query&#x27;s weights") == [f"{values['row_sum']:.4g}" for values in scalars]
     assert cells(text, "α, mean over tokens") == ["", f"{scalars[1]['alpha']:.4g}"]
+
+
+def test_only_sequences_as_in_training_are_called_so(runs):
+    said = {
+        result["length"]: result["boundaries"]
+        for path in (runs[0] / "model" / "evaluation").glob("p*-shards*.json")
+        for result in [json.loads(path.read_text())]
+    }
+    assert said == {
+        16: "packed as in training: documents do not see each other, first tokens are not predicted",
+        32: "documents are joined and see each other",
+    }
 
 
 def zero_shot(model: Path, file: str, task: str, value: float, limit: int | None) -> None:
@@ -241,19 +258,19 @@ def damaged(content: dict, place: str, value: object) -> dict:
 )  # fmt: skip
 def test_a_damaged_analysis_is_named(place, value, runs, tmp_path):
     folder = tmp_path / "model" / "analysis"
-    shutil.copytree(runs[1] / "model" / "analysis", folder)
+    shutil.copytree(analysis_of(runs[1]), folder)
     content = json.loads((folder / FILE).read_text())
     (folder / FILE).write_text(json.dumps(damaged(content, place, value)))
     answer = CliRunner().invoke(app, ["report", str(tmp_path / "model"), "-o", str(tmp_path / "no.html")])
     assert answer.exit_code == 2, answer.exception
-    assert answer.output.startswith(f"{folder} is damaged: analyze the model again (")
+    assert answer.output.startswith(f"{folder} is damaged: remove it, and analyze the model again (")
     assert len(answer.output.splitlines()) == 1
 
 
 def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(runs, tmp_path, monkeypatch):
     """A small file can unpack to any size, with or without the rest of the analysis agreeing."""
     folder = tmp_path / "analysis"
-    shutil.copytree(runs[1] / "model" / "analysis", folder)
+    shutil.copytree(analysis_of(runs[1]), folder)
     content = json.loads((folder / FILE).read_text())
     whole = content | {"map": content["map"] | {"start": 0, "stop": 1024, "tokens": ["a"] * 1024}}
     np.savez_compressed(folder / MAPS, weights=np.zeros((2, 4, 1024, 1024), np.float32))
@@ -358,7 +375,7 @@ def test_the_activations_stand_beside_the_alpha_that_they_made(runs):
     at = dict(zip(clipping["x"], zip(clipping["y"], sigmoid["y"], strict=True), strict=True))
     assert (at[-5.0], at[0.0], at[2.0]) == ((0.0, 0.0066929), (0.5, 0.5), (0.7, 0.8808))
     (own,) = shown.panels[1].traces[""]
-    content = read_analysis(runs[1] / "model" / "analysis").content
+    content = read_analysis(analysis_of(runs[1])).content
     counts = np.array(content["histograms"]["alpha"]["counts"]).sum((0, 1))
     np.testing.assert_allclose(own["y"], counts / counts.max(), atol=1e-5)
     assert own["meta"] == 1
@@ -417,6 +434,44 @@ def test_maps_are_cut_where_the_page_would_burst(runs, monkeypatch):
 
 def test_labels_are_text():
     assert figures.label("<b>x</b> &amp;\n\t\u202e") == "&lt;b&gt;x&lt;/b&gt; &amp;amp;↵→\\u202e"
+
+
+def test_analyses_of_other_lengths_and_from_other_folders_stand_side_by_side(runs, tmp_path):
+    """One page: what analyze left beside the model, and in folders of --output, new and as older versions wrote it."""
+    data = read_analysis(analysis_of(runs[0])).content["data"]["path"]
+    out = tmp_path / "out"
+    longer, _ = analyze_all([str(folder) for folder in runs], Request(Path(data), length=32, sequences=4), out)
+    old = tmp_path / "old" / "plain"
+    shutil.copytree(analysis_of(runs[0]), old)
+    # The folder of --output alone: its models under their names.
+    alone = read_runs([out])
+    assert {run.name for run in alone} == {"plain", IMAGE}
+    assert [analysis.content["data"]["length"] for run in alone for analysis in run.analyses] == [32, 32]
+    assert [run.name for run in read_runs([old])] == ["plain"]
+    assert len(read_runs([tmp_path / "old"])) == 1
+    # With the runs themselves it joins them.
+    both = read_runs([*runs, out])
+    assert [run.folder for run in both] == list(runs)
+    assert [[a.content["data"]["length"] for a in run.analyses] for run in both] == [[16, 32], [16, 32]]
+    text = unescape(html(both))
+    means = [
+        f"{values['row_sum']:.4g}"
+        for before, after in zip(runs, longer, strict=True)
+        for values in (read_analysis(analysis_of(before)).content["scalars"], after.content["scalars"])
+    ]
+    assert cells(text, "Sum of a query's weights") == means
+    for told in (f"4 × 16 tokens of {data}, packed as in training", f"4 × 32 tokens of {data}, documents do not see"):
+        assert text.count(told) > 3
+    for figure in figures.analysis(both):
+        assert f"solid lines: 4 × 16 tokens of {data}" in figure.caption, figure.id
+        assert f"dashed lines: 4 × 32 tokens of {data}" in figure.caption, figure.id
+    layers = {figure.id: figure for figure in figures.analysis(both)}["per-layer"].panels[0].traces[""]
+    assert [trace["line"]["dash"] for trace in layers] == ["solid", "dash"] * 2
+    assert [trace["meta"] for trace in layers] == [0, 0, 1, 1]
+    assert [trace["name"] for trace in layers[:2]] == ["plain · 16 tokens", "plain · 32 tokens"]
+    maps = {figure.id: figure for figure in figures.analysis(both)}["maps"].panels
+    assert len(maps) == 4
+    np.testing.assert_allclose(maps[1].traces["0/1"][0]["z"], longer[0].map(0)[0], atol=1e-4)
 
 
 # The command
@@ -508,9 +563,9 @@ def test_the_picker_shows_the_map_of_its_layer_and_head(opened, runs):
     Select(opened.find_element("id", "maps-picker-1")).select_by_visible_text("2")
     for n, folder in enumerate(runs):
         wait(lambda n=n: shown(n)[1] != before[n][1])
-        expected = read_analysis(folder / "model" / "analysis").map(1)
+        expected = read_analysis(analysis_of(folder)).map(1)
         np.testing.assert_allclose(shown(n)[0], expected[2], atol=6e-5)
-        mean = read_analysis(folder / "model" / "analysis").map(0).mean(0)
+        mean = read_analysis(analysis_of(folder)).map(0).mean(0)
         np.testing.assert_allclose(before[n][0], mean, atol=6e-5)
 
 
