@@ -9,7 +9,7 @@ from affine_attn.core.call import Call, checked_call
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit
 from affine_attn.core.stats import AttentionStats, attention_statistics
-from affine_attn.engines import blocked, decode, flash, flex, needs, sdpa
+from affine_attn.engines import blocked, decode, fa4, flash, flex, needs, sdpa
 from affine_attn.engines.needs import MACHINES, Facts, facts_of
 from affine_attn.engines.operator import Run
 from affine_attn.engines.plan import ENGINES, choose, engine, explanation
@@ -17,6 +17,7 @@ from affine_attn.engines.plan import ENGINES, choose, engine, explanation
 # What runs each engine of plan.ENGINES.
 _RUN: dict[str, Run] = {
     "decode": decode.run,
+    "fa4": fa4.run,
     "sdpa": sdpa.run,
     "triton": flash.run,
     "flex": flex.run,

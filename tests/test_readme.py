@@ -19,6 +19,7 @@ from affine_attn.core.variants import variants_table
 from affine_attn.distill import estimate
 from affine_attn.distill.recipes import recipe
 from affine_attn.distill.run import run
+from affine_attn.engines import needs
 from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
 from benchmarks.readme import documents, rewrite
@@ -90,8 +91,9 @@ def test_the_pages_on_concepts_run(name):
     run_all((DOCS / f"{name}.md").read_text())
 
 
-def test_the_plans_of_three_calls_are_what_explain_prints():
-    """``python -m docs.call`` writes them again. None depends on this machine."""
+def test_the_plans_of_three_calls_are_what_explain_prints(monkeypatch):
+    """``python -m docs.call`` writes them again. None depends on this machine, but on what is installed there."""
+    monkeypatch.setattr(needs, "flash_attn_4_package", lambda: "flash-attn-4 is not installed")
     page = call.PAGE.read_text()
     assert page.count("```text") == 3
     assert call.written(page) == page

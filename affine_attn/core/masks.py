@@ -31,6 +31,7 @@ class Mask:
     padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible
     contiguous: bool = False  # promises that equal ids of documents are neighbours: then nothing is sorted
+    most_documents: int | None = None  # promises that all rows together have no more of them: then none is counted
 
     @classmethod
     def packed(
@@ -71,7 +72,7 @@ class Mask:
             raise ValueError(f"Mask.packed: tokens must be given, as the lengths are on {ends.device}")
         ends = ends.to(device or ends.device, torch.int64)
         documents = torch.searchsorted(ends, torch.arange(tokens, device=ends.device), right=True)
-        return cls(causal, window, documents[None], contiguous=True)
+        return cls(causal, window, documents[None], contiguous=True, most_documents=ends.numel() + 1)
 
     def __post_init__(self):
         if not isinstance(self.causal, bool):
@@ -98,6 +99,11 @@ class Mask:
             raise ValueError(f"Mask: contiguous must be True or False, got {type(self.contiguous).__name__}")
         if self.contiguous and self.documents is None:
             raise ValueError("Mask: contiguous is a promise about documents, and there are none")
+        if self.most_documents is not None:
+            if not is_count(self.most_documents, 1, LARGEST_COUNT):
+                raise ValueError(f"Mask: most_documents must be an integer >= 1, got {self.most_documents!r}")
+            if not self.contiguous:
+                raise ValueError("Mask: most_documents counts contiguous documents, got contiguous=False")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -224,6 +230,31 @@ class Mask:
         documents = self.documents
         assert documents is not None
         return once_for((documents,), ("runs",), lambda: run_bounds(documents))
+
+    def cu_seqlens(self, tq: int, tk: int) -> tuple[Tensor, Tensor]:
+        """Return where each contiguous document has its first query and its first key, and the ends, int32 [n + 1]
+        each, in the tokens of all rows one after another. To know n, the device is waited for unless it was promised.
+        """
+        return self._derived("cu_seqlens", (tq, tk), lambda: self._cu_seqlens(tq, tk))
+
+    def _cu_seqlens(self, tq: int, tk: int) -> tuple[Tensor, Tensor]:
+        documents = self.documents
+        assert documents is not None
+        changes = documents[:, 1:] != documents[:, :-1]
+        starts = torch.cat([changes.new_ones(documents.shape[0], 1), changes], 1)
+        if self.most_documents is None and _is_captured(documents.device):
+            raise RuntimeError(
+                "the number of documents cannot be read while a CUDA graph is captured: Mask.packed knows it from the "
+                "lengths, and Mask(most_documents=...) promises it"
+            )
+        number = starts.flatten().cumsum(0)  # of each token's document, from 1 on
+        count = int(number[-1]) if self.most_documents is None else self.most_documents
+        # Documents that are promised and not there begin and end at the end.
+        numbers = torch.arange(1, count + 2, device=number.device)
+        keys = torch.searchsorted(number, numbers)
+        # Queries are the last slots of each row.
+        queries = keys // tk * tq + (keys % tk - (tk - tq)).clamp(min=0)
+        return queries.int(), keys.int()
 
     def _derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
         """Return what ``make`` gives, made once for all masks of the same tensors and numbers."""

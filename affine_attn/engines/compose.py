@@ -4,7 +4,7 @@ The backward hands the attention's own backward the sink-adjusted (o', z'), so d
 nothing of sinks, gates or alpha.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 
@@ -32,18 +32,19 @@ def compose(
     attend: Attention,
     attend_backward: AttentionBackward,
     guarded_on: tuple[str, ...],
-    whole_forward: Callable[[Call], Output] | None = None,
-    whole_backward: Callable[[Call, Tensor, Output], Gradients] | None = None,
+    whole_forwards: Mapping[str | None, Callable[[Call], Output]] = {},
+    whole_backwards: Mapping[str | None, Callable[[Call, Tensor, Output], Gradients]] = {},
 ) -> Run:
     """Return the engine's ``run``; ``guarded_on`` are the devices where non-finite keys and values are looked for.
 
-    The whole ones do all stages, for plans that name "sm90". What a forward saves suits either backward.
+    The whole ones do all stages, for plans that have their name. What a forward saves suits any backward.
     """
 
     def forward(call: Call, plan: Plan) -> Output:
         scaled = row_scaled(call, plan.epilogue == "kernels")
-        if plan.forward == "sm90" and whole_forward is not None:
-            return whole_forward(scaled)
+        if plan.forward in whole_forwards:
+            output = whole_forwards[plan.forward](scaled)
+            return output._replace(y=_like_q(output.y, call))
         epilogue = _epilogue(plan)
         begun = epilogue.begin(call)
         o, z = attend(scaled, plan.forward)
@@ -70,8 +71,8 @@ def compose(
 
     def run_backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         scaled = row_scaled(call, plan.epilogue == "kernels")
-        if plan.backward == "sm90" and whole_backward is not None:
-            gradients = whole_backward(scaled, dy, output)
+        if plan.backward in whole_backwards:
+            gradients = whole_backwards[plan.backward](scaled, dy, output)
         else:
             rows = _epilogue(plan).RowGradients(call, dy, output)
             with rows.incoming() as do:

@@ -6,6 +6,7 @@ operator; those of ``Sizes`` of real tensors alone, inside of it.
 """
 
 import functools
+import inspect
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from torch.nn.attention import current_flash_attention_impl
 
 from affine_attn.core.call import Call
 from affine_attn.core.spec import Alibi, LogN
+from affine_attn.engines import flash_attn_4
+from affine_attn.errors import first_line
 from affine_attn.kernels import launch
 from affine_attn.kernels.decode.launch import LOGITS as DECODE_LOGITS
 from affine_attn.kernels.device import capability, must_be_deterministic
@@ -46,6 +49,11 @@ def _triton_problem() -> str | None:
 # A constant of the process, so that a compiler has nothing to look up.
 _TRITON_PROBLEM = _triton_problem()
 _HOPPER = (9, 0)
+# Major numbers of the capabilities of Hopper and Blackwell, which FlashAttention-4 is for.
+_BLACKWELL = 10
+_FA4_CAPABILITIES = (_HOPPER[0], _BLACKWELL)
+# What is known of a call's documents.
+SCATTERED, CONTIGUOUS, COUNTED = "scattered", "contiguous", "counted"
 _NO_CUDA = "Triton kernels need a CUDA device"
 
 
@@ -151,7 +159,9 @@ class Facts(NamedTuple):
     logit: type
     causal: bool
     restrictions: tuple[str, ...]  # what hides keys besides causality, by name
+    documents: str | None  # what is known of them
     has_sink: bool
+    has_row_sink: bool  # one for each token
     has_alpha: bool
     has_beta: bool
     has_gate: bool
@@ -203,7 +213,9 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         type(call.logit),
         call.mask.causal,
         call.mask.restrictions,
+        None if call.mask.documents is None else _known_of_documents(call),
         call.sink is not None,
+        isinstance(call.sink, torch.Tensor) and call.sink.ndim == 3,
         call.alpha is not None,
         call.beta is not None,
         call.gate is not None,
@@ -218,6 +230,12 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
             is_crowded and sizes.is_broad,
         ),
     )
+
+
+def _known_of_documents(call: Call) -> str:
+    if not call.mask.contiguous:
+        return SCATTERED
+    return CONTIGUOUS if call.mask.most_documents is None else COUNTED
 
 
 def sizes_of(call: Call, f: Facts) -> Sizes:
@@ -257,6 +275,68 @@ def decode(f: Facts) -> str | None:
         return f"its kernel does not know the {f.logit.__name__} logit"
     if f.logit is Alibi and not f.causal:
         return "its distance logits are causal"
+    return None
+
+
+def fa4(f: Facts) -> str | None:
+    if (reason := transforms(f)) is not None:
+        return reason
+    if f.logit not in (type(None), LogN):
+        return f"FlashAttention-4 is given plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    for name in f.restrictions:
+        if name not in ("documents", "window"):
+            return f"FlashAttention-4 has no mask.{name}"
+    if f.documents == SCATTERED:
+        return "its documents are contiguous, which Mask.packed or Mask(contiguous=True) promises"
+    if f.machine.device != "cuda":
+        return f"FlashAttention-4 does not run on {f.machine.device}"
+    if f.dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention-4 takes bfloat16 or float16, not {f.dtype}"
+    if f.head_dim % 8 or f.head_dim > 256:
+        return f"FlashAttention-4 needs a head_dim divisible by 8 and at most 256, not {f.head_dim}"
+    # None while a compiler traces: then the package itself refuses when it is called.
+    if f.machine.capability is not None:
+        major = f.machine.capability[0]
+        if major not in _FA4_CAPABILITIES:
+            return "FlashAttention-4 is for GPUs of compute capability 9.x and 10.x"
+        if major == _BLACKWELL and 128 < f.head_dim < 256:
+            return f"FlashAttention-4 takes head dims up to 128, or 256, on Blackwell, not {f.head_dim}"
+    if f.sizes.is_empty:
+        return "FlashAttention-4 needs at least one query and one key"
+    if f.sizes.is_overlong and (f.causal or f.documents is not None):
+        return "FlashAttention-4 cannot have queries without any key (more queries than keys)"
+    return beta(f) or flash_attn_4_package()
+
+
+def fa4_unasked(f: Facts) -> str | None:
+    """Why "auto" leaves FlashAttention-4 alone although it may be able to run the call, or None."""
+    return "since no measurement says where it is faster"
+
+
+def flash_attn_4_package() -> str | None:
+    """Why the installed FlashAttention-4 cannot be called, or None; the first to ask imports it, and waits."""
+    return _flash_attn_4_package()
+
+
+# To a compiler its result is a constant: there is nothing to trace in an import. This is all that the decorator
+# torch.compiler.assume_constant_result does, but that imports the compiler.
+setattr(flash_attn_4_package, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+@functools.cache
+def _flash_attn_4_package() -> str | None:
+    try:
+        installed = f"{flash_attn_4.PACKAGE} {version(flash_attn_4.PACKAGE)}"
+    except PackageNotFoundError:
+        return f"{flash_attn_4.PACKAGE} is not installed"
+    # It is a beta, and what is called is inside of it.
+    for name, wanted in flash_attn_4.FUNCTIONS.items():
+        try:
+            known = inspect.signature(flash_attn_4.function(name)).parameters
+        except Exception as problem:  # whatever the import of a package raises, a missing library say
+            return f"{installed} cannot be called: {first_line(problem)}"
+        if missing := sorted(wanted - set(known)):
+            return f"{installed} does not fit: its {name} has no argument {missing[0]}"
     return None
 
 

@@ -20,6 +20,7 @@ class Engine(NamedTuple):
 # Order is preference.
 ENGINES: dict[str, Engine] = {
     "decode": Engine(needs.decode, "one pass over the cache, split over keys; inference only"),
+    "fa4": Engine(needs.fa4, "FlashAttention-4 with a row-wise epilogue", needs.fa4_unasked),
     "sdpa": Engine(needs.sdpa, "PyTorch's fused attention with a row-wise epilogue"),
     "triton": Engine(
         needs.flash, "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
@@ -41,6 +42,8 @@ class Plan(NamedTuple):
 
 KERNELS = {
     "sm90": "the kernel for Hopper, with all stages in it",
+    "fa4": "FlashAttention-4",
+    "fa4_sink": "FlashAttention-4, with the sink in it",
     "cudnn": "PyTorch's cuDNN operator",
     "flash2": "PyTorch's flash operator",
     "flash_for_cpu": "PyTorch's flash operator for the CPU",
@@ -81,9 +84,9 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
     if name in ("blocked", "reference"):
         backward = {"blocked": "recompute", "reference": "autograd"}[name]
         return Plan(name, _if(f.has_grad, backward), None, _if(f.has_beta, "weights"))
-    if name not in ("triton", "sdpa"):
+    if name not in _STOCK:
         raise KeyError(f"engine {name!r} has no plan")
-    forward = backward = "flash" if name == "triton" else stock(f)
+    forward = backward = _STOCK[name](f)
     if name == "sdpa" and needs.sm90_forward(f, s) is None:
         forward = "sm90"
     if name == "sdpa" and needs.sm90_backward(f, s) is None:
@@ -104,11 +107,22 @@ def facts_now(name: str, f: Facts) -> Facts:
     return f
 
 
+def fa4(f: Facts) -> str:
+    """Return the kernels of FlashAttention-4: those with the sink in them where a sink is the only stage."""
+    is_alone = f.has_sink and not (f.has_row_sink or f.has_alpha or f.has_beta or f.has_gate)
+    # The gradient of a sink is summed by a kernel that head_dim 256 does without on Blackwell.
+    return "fa4_sink" if is_alone and (f.head_dim < 256 or f.machine.capability == (9, 0)) else "fa4"
+
+
 def stock(f: Facts) -> str:
     """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
     if f.machine.device == "cpu":
         return "flash_for_cpu"
     return "flash2" if "window" in f.restrictions or needs.cudnn(f) is not None else "cudnn"
+
+
+# The attention of engines that compose it with the epilogue.
+_STOCK: dict[str, Callable[[Facts], str]] = {"fa4": fa4, "sdpa": stock, "triton": lambda f: "flash"}
 
 
 def _if(condition: bool, value: str) -> str | None:
@@ -155,6 +169,8 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
             continue
         reason = need(f, s)
         lines[kernel] = f"not taken, {reason}" if reason is not None else _idle(kernel, name, f)
+    if name == "fa4":
+        lines["first call"] = "of each configuration compiles for 2 to 10 seconds"
     if f.flash is not None:
         lines["flash operators"] = f"those of {f.flash} (activate_flash_attention_impl)"
     return "\n".join(f"{what}: {text}" for what, text in lines.items())
@@ -165,7 +181,7 @@ def _epilogue(plan: Plan, f: Facts) -> str:
         return "in the kernel itself"
     if plan.forward == "sm90":
         return "in the forward itself, fused kernels in the backward"
-    if plan.epilogue is None:
+    if plan.epilogue is None or plan.forward == "fa4_sink":
         return "in the forward itself"
     if not (f.has_sink or f.has_alpha or f.has_beta or f.has_gate):
         return "none, as there is no stage after the attention"

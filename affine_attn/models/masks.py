@@ -48,7 +48,7 @@ class PreparedMask:
         # What is traced has no memory: it would be compiled again for a layer that finds another's mask.
         known = {} if torch.compiler.is_compiling() else self.by_window
         if window not in known:
-            known[window] = Mask(m.causal, window, m.documents, m.padding, m.lengths, m.contiguous)
+            known[window] = Mask(m.causal, window, m.documents, m.padding, m.lengths, m.contiguous, m.most_documents)
         return known[window]
 
     def filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

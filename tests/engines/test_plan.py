@@ -167,7 +167,16 @@ def test_a_backward_whose_operators_were_replaced_since_its_forward_is_refused(m
 
 
 # What is told about a call, without asking why not.
-TOLD = ("facts_of", "sizes_of", "process", "is_traced", "machine_of", "__init__", *needs.Answers._fields)
+TOLD = (
+    "facts_of",
+    "_known_of_documents",
+    "sizes_of",
+    "process",
+    "is_traced",
+    "machine_of",
+    "__init__",
+    *needs.Answers._fields,
+)
 TOLD = {f"needs.{name}" for name in TOLD}
 
 # Rules of the house.

@@ -60,6 +60,8 @@ MASKS: dict[str, Callable[[Shape, torch.device], Mask]] = {
     "documents": lambda s, d: Mask(documents=_documents(s, d)),
     "documents_interleaved": lambda s, d: Mask(documents=_interleaved(s, d)),
     "documents_both_ways": lambda s, d: Mask(causal=False, documents=_documents(s, d)),
+    "packed": lambda s, d: Mask(documents=_documents(s, d), contiguous=True),
+    "packed_window": lambda s, d: Mask(window=7, documents=_documents(s, d), contiguous=True, most_documents=11),
     "left_padding": lambda s, d: Mask(padding=_left_padding(s, d)),
     "right_padding": lambda s, d: Mask(padding=_right_padding(s, d)),
     "padding_both_ways": lambda s, d: Mask(causal=False, padding=_left_padding(s, d)),

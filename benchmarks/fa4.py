@@ -1,0 +1,222 @@
+"""Engine ``fa4`` beside plain FlashAttention-4: python3 benchmarks/fa4.py
+
+Needs the package flash-attn-4 and a GPU that it runs on. Each shape has a process, in which everything is compiled and
+checked against the tolerance rule, at once with the others; then they time one after the other, forward + backward,
+GPU time, with q, k, v and gate laid out as models make them, [B, T, H, D] in memory. Ratios are to plain attention of
+FlashAttention-4 under the same mask. Rows go to benchmarks/results/fa4.csv as they are found.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch import Tensor
+
+from affine_attn import Affine, AttentionSpec, Mask, attention
+from affine_attn.bench.accuracy import Shape, deviations, random_inputs
+from affine_attn.bench.timing import side_by_side
+from affine_attn.core.call import checked_call
+from affine_attn.engines.needs import facts_of, sizes_of
+from affine_attn.engines.plan import engine, kernels
+from benchmarks import record
+from benchmarks.record import RESULTS, Row
+
+# (shape, window, mean length of documents); those that cost most to leave out come first.
+SHAPES: dict[str, tuple[Shape, int | None, int | None]] = {
+    "window 128": (Shape(4, 64, 8, 4096, 4096, 64), 128, None),
+    "documents 512": (Shape(8, 32, 8, 4096, 4096, 64), None, 512),
+    "window 1024": (Shape(2, 32, 8, 8192, 8192, 128), 1024, None),
+    "documents 1024": (Shape(2, 32, 8, 8192, 8192, 128), None, 1024),
+    "D96": (Shape(4, 32, 8, 4096, 4096, 96), None, None),
+    "D256": (Shape(4, 16, 4, 4096, 4096, 256), None, None),
+    "1B, T = 1999": (Shape(16, 32, 8, 1999, 1999, 64), None, None),
+    "512": (Shape(64, 32, 8, 512, 512, 64), None, None),
+    "1024": (Shape(16, 24, 8, 1024, 1024, 128), None, None),
+    "0.5B": (Shape(16, 16, 16, 2048, 2048, 64), None, None),
+    "1B": (Shape(16, 32, 8, 2048, 2048, 64), None, None),
+    "3B": (Shape(8, 24, 8, 2048, 2048, 128), None, None),
+    "8k": (Shape(2, 24, 8, 8192, 8192, 128), None, None),
+    "16k": (Shape(1, 32, 8, 16384, 16384, 128), None, None),
+    "32k": (Shape(1, 24, 8, 32768, 32768, 128), None, None),
+}
+EVERYTHING = AttentionSpec(sink="learned", affine=Affine(), gate="elementwise")
+STAGES = {"softmax": (), "sink": ("sink",), "affine": ("alpha", "beta"), "affine_gated": ("alpha", "beta", "gate")}
+PLAIN = "FlashAttention-4"
+ROUND_MS = 20.0
+# Of a check: several tiles, none of them full.
+CHECKED_TOKENS, CHECKED_DOCUMENTS, CHECKED_WINDOW = 555, 90, 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds that compiling may take")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fa4.csv")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    machine = record.provenance(torch.device("cuda"))
+    context = multiprocessing.get_context("spawn")
+    turn = context.Lock()
+    ready = {name: context.Event() for name in options.shapes}
+    go = context.Event()
+    workers = [
+        context.Process(target=work, args=(name, options.rounds, options.output, machine, ready[name], go, turn))
+        for name in options.shapes
+    ]
+    for worker in workers:
+        worker.start()
+    for name, event in ready.items():
+        if not event.wait(max(0.0, options.patience - (time.perf_counter() - start))):
+            print(f"{name}: not ready in time", flush=True)
+    print(f"all checked after {time.perf_counter() - start:.0f} s", flush=True)
+    go.set()
+    for worker in workers:
+        worker.join()
+    print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def work(name: str, rounds: int, output: Path, machine: Row, ready: Any, go: Any, turn: Any) -> None:
+    device = torch.device("cuda")
+    torch.set_num_threads(1)
+    try:
+        rows, timed = prepare(name, device)
+    except Exception:
+        traceback.print_exc()
+        return
+    finally:
+        ready.set()
+    go.wait()
+    with turn:
+        if timed:
+            try:
+                for what, timing in side_by_side(timed, PLAIN, device, rounds, ROUND_MS).items():
+                    rows[what] |= record.times(timing) | {"ratio": f"{timing.ratio:.4f}", "baseline": PLAIN}
+            except Exception:
+                traceback.print_exc()
+        record.update(output, [row | machine for row in rows.values()])
+        for row in rows.values():
+            print(
+                f"{name:15} {row['what']:28} {row['engine']:40} {row.get('ms_p50', ''):>9} {row.get('ratio', ''):>7}"
+                f" {row.get('error', '')} {row.get('note', '')}",
+                flush=True,
+            )
+
+
+def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, Callable[[], object]]]:
+    """Return a row per case, and what is to be timed: all that runs, and is right where it is ours."""
+    shape, window, mean = SHAPES[name]
+    rows: dict[str, Row] = {}
+    timed: dict[str, Callable[[], object]] = {}
+    inputs, mask = inputs_of(shape, device), mask_of(shape, window, mean, device)
+    dy = _by_token(torch.randn_like(inputs["q"]))
+    small = Shape(2, 2 * shape.heads // shape.kv_heads, 2, CHECKED_TOKENS, CHECKED_TOKENS, shape.head_dim)
+    small_mask = mask_of(small, window and CHECKED_WINDOW, mean and CHECKED_DOCUMENTS, device)
+
+    def add(what: str, engine: str, make: Callable[[], Callable[[], object]]) -> None:
+        row = rows[what] = {"shape": name, "what": what, "engine": engine, "mode": "forward+backward"}
+        try:
+            function = make()
+            for _ in range(2):
+                function()
+            torch.cuda.synchronize()
+            timed[what] = function
+        except Exception as problem:  # whatever it refuses with becomes the note of its row
+            row["note"] = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+
+    def ours(stages: tuple[str, ...], impl: str) -> Callable[[], object]:
+        if impl == "fa4":
+            chosen = _chosen(random_inputs(EVERYTHING, small, torch.bfloat16, device), stages)
+            found = deviations("fa4", chosen, small_mask)
+            row = next(reversed(rows.values()))
+            row["error"] = f"{max(d.error for d in found):.2e}"
+            if wrong := [f"{d.name} {d.error:.2e} > {d.allowed:.2e}" for d in found if not d.within]:
+                raise AssertionError(f"wrong: {', '.join(wrong)}")
+        chosen = _chosen(inputs, stages)
+        leaves = {n: x.detach().requires_grad_() for n, x in chosen.items() if isinstance(x, Tensor)}
+        return partial(_both, partial(attention, **leaves, mask=mask, impl=impl), list(leaves.values()), dy)
+
+    add(PLAIN, "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy))
+    add(f"{PLAIN}, sink", "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy, inputs["sink"]))
+    for variant, stages in STAGES.items():
+        add(f"{variant}, fa4", "fa4", partial(ours, stages, "fa4"))
+        add(f"{variant}, auto", _auto(_chosen(inputs, stages), mask), partial(ours, stages, "auto"))
+    return rows, timed
+
+
+def inputs_of(shape: Shape, device: torch.device) -> dict[str, Any]:
+    inputs = random_inputs(EVERYTHING, shape, torch.bfloat16, device)
+    return {n: _by_token(x) if isinstance(x, Tensor) and x.ndim == 4 else x for n, x in inputs.items()}
+
+
+def mask_of(shape: Shape, window: int | None, mean: int | None, device: torch.device) -> Mask:
+    """Return the mask; lengths of documents are exponential with this mean, and at least 16."""
+    if mean is None:
+        return Mask(window=window)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(shape.batch):
+        lengths = torch.empty(shape.tk // 16).exponential_(1 / mean, generator=generator).clamp(min=16).long()
+        rows.append(torch.repeat_interleave(torch.arange(lengths.numel()), lengths)[: shape.tk])
+    documents = torch.stack(rows)
+    count = int((documents.diff(dim=1) != 0).sum()) + shape.batch
+    return Mask(window=window, documents=documents.to(device), contiguous=True, most_documents=count)
+
+
+def _flash_attn_4(inputs: dict[str, Any], mask: Mask, dy: Tensor, sink: Tensor | None = None) -> Callable[[], object]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    tensors = [inputs[name].transpose(1, 2) for name in "qkv"]
+    dy = dy.transpose(1, 2)
+    window = (None, None) if mask.window is None else (mask.window - 1, 0)
+    options: dict[str, Any] = {"causal": True, "window_size": window, "learnable_sink": sink}
+    function = flash_attn_func
+    if mask.documents is not None:
+        function = flash_attn_varlen_func
+        tokens = inputs["q"].shape[2]
+        starts_q, starts_k = mask.cu_seqlens(tokens, tokens)
+        options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+        tensors, dy = [x.flatten(0, 1) for x in tensors], dy.flatten(0, 1)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if sink is not None:
+        options["learnable_sink"] = sink.detach().requires_grad_()
+    wanted = leaves if sink is None else [*leaves, options["learnable_sink"]]
+
+    def forward() -> Tensor:
+        y = function(*leaves, **options)
+        return y[0] if isinstance(y, tuple) else y
+
+    return partial(_both, forward, wanted, dy)
+
+
+def _both(forward: Callable[[], Tensor], tensors: list[Tensor], dy: Tensor) -> object:
+    return torch.autograd.grad(forward(), tensors, dy)
+
+
+def _auto(inputs: dict[str, Any], mask: Mask) -> str:
+    """The engine and kernels that "auto" takes in training."""
+    call = checked_call(**inputs, mask=mask)
+    f = facts_of(call)._replace(has_grad=True)
+    plan = kernels(name := engine(f), f, sizes_of(call, f))
+    return f"{name}: {plan.forward}, {plan.backward}"
+
+
+def _chosen(inputs: dict[str, Any], stages: tuple[str, ...]) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("q", "k", "v", *stages)}
+
+
+def _by_token(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+if __name__ == "__main__":
+    main()
