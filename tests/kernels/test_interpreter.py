@@ -12,7 +12,10 @@ from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.support.cases import CASES, MASKS, SINKS, SPECS
+from tests.support.flash_attn_4 import flash_attn_4
 from tests.support.fp32_sums import assert_fp32_sums
+
+__all__ = ["flash_attn_4"]
 
 SHAPES = [
     Shape(2, 4, 2, 100, 100, 32),  # two tiles, the second one part filled
@@ -275,3 +278,13 @@ def test_decoding_with_padding_and_documents_by_name():
         mask = MASKS[mask](shape, torch.device("cpu"))
         y = attention(**inputs, mask=mask, impl="decode")
         torch.testing.assert_close(y, attention(**inputs, mask=mask, impl="reference"), atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("mask", ["window7", "packed", "packed_window", "none"])
+def test_fa4_with_the_fused_epilogue(flash_attn_4, mask):
+    """Its attention is made up in torch; windows and documents have sums of visible values here alone."""
+    shape = Shape(2, 4, 2, 70, 100, 32)
+    inputs = random_inputs(SPECS["sink+affine+gate"], shape, torch.float16)
+    visible = MASKS[mask](shape, torch.device("cpu"))
+    assert not [d for d in deviations("fa4", inputs, visible) if not d.within]
