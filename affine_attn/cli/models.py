@@ -17,7 +17,9 @@ PANEL = "Models"
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder or hub id"),
+        typer.Argument(
+            metavar="SOURCE", help="a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model: folder, hub id or GGUF file"
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="the folder to write: a new or an empty one")],
     attention: Annotated[
@@ -29,20 +31,24 @@ def convert(
         ),
     ] = None,
     start_as_softmax: Annotated[
-        bool, typer.Option("--start-as-softmax", help="affine that computes softmax until it is trained")
+        bool, typer.Option("--start-as-softmax", help="the same logits until it is trained, where a stage can")
     ] = False,
-    gguf_file: Annotated[str | None, typer.Option(help="read this GGUF file of the source")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="of training sequences, for affine's N and logn's start; default: 2048")
+    ] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="read this GGUF file of a folder or hub id")] = None,
     to_plain: Annotated[
         bool, typer.Option("--to-plain", help="the other way: a softmax AffineAttn model to Llama or Qwen")
     ] = False,
     with_code: Annotated[bool, typer.Option("--with-code", help="add code that loads it without this package")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="list the new tensors")] = False,
 ) -> None:
     """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
     with one_line_errors():
         from affine_attn.models.convert import convert_folder
 
         for line in convert_folder(
-            source, target, attention, start_as_softmax, gguf_file, to_plain=to_plain, with_code=with_code
+            source, target, attention, start_as_softmax, gguf_file, length, to_plain, with_code, verbose
         ):
             say(line)
 

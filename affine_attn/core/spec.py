@@ -187,6 +187,7 @@ GATES: dict[str, Gate] = {
     "elementwise": Gate(True, torch.sigmoid),
     "headwise": Gate(False, torch.sigmoid),
     # The identity at the start. Like all gates in fp32 where x is not in 16 bits.
+    "elementwise_identity": Gate(True, twice_sigmoid, starts_at_zero=True),
     "headwise_identity": Gate(False, twice_sigmoid, starts_at_zero=True),
 }
 LEARNED_GATE = 0.5  # where a learned gate starts, as alpha does

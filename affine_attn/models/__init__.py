@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
 
 import affine_attn.models.tensor_parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
 from affine_attn.models.configuration import AffineAttnConfig
-from affine_attn.models.convert import convert, export, stage_keys
+from affine_attn.models.convert import convert, export, logits_moved, stage_keys
 from affine_attn.models.modeling import (
     AffineAttnForCausalLM,
     AffineAttnForQuestionAnswering,
@@ -36,6 +36,7 @@ __all__ = [
     "StreamingCache",
     "convert",
     "export",
+    "logits_moved",
     "preset",
     "save_with_code",
     "stage_keys",

@@ -1,12 +1,15 @@
 """Llama, Mistral, Qwen2 and Qwen3 checkpoints to AffineAttn models with a chosen attention, and back."""
 
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
@@ -14,19 +17,26 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3Config,
 )
 
-from affine_attn.core.spec import AttentionSpec
+from affine_attn.core.spec import GATES, AttentionSpec
 from affine_attn.errors import UserError
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
+from affine_attn.models.folder import HOW_TO_LOAD
 from affine_attn.models.load import load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
+from affine_attn.models.presets import at_length
 from affine_attn.models.remote_code import save_with_code
-from affine_attn.nn.alpha import alpha_gates
+from affine_attn.nn.layer import AttentionLayer
 
 _SOURCES = ("llama", "mistral", "qwen2", "qwen3", "affine_attn")
+# exp(-20) is nothing beside the weight of any key, and a step of the optimizer moves it all the same.
+_NO_SINK = -20.0
+# Of the tokens with which a change of the logits is measured.
+_SAMPLE, _SAMPLE_TOKENS = "The cat sat on the mat, looked at the dog, and went back to sleep. Then it rained. " * 4, 64
 # Fields that mean the same in all of them.
 _SHARED = [
     "vocab_size",
@@ -54,35 +64,52 @@ def convert(
     attention: Any = "affine",
     start_as_softmax: bool = False,
     gguf_file: str | None = None,
+    length: int | None = None,
     **loading: Any,
 ) -> AffineAttnForCausalLM:
     """The same decoder with another attention.
 
-    path_or_model: a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model, its folder or its hub id (``gguf_file``: a GGUF
-    file there); ``loading`` goes to from_pretrained. All its tensors are taken over; those of the new attention, listed
-    by :func:`stage_keys`, start afresh. start_as_softmax: an affine attention that is softmax until it is trained.
+    path_or_model: a Llama, Mistral, Qwen2, Qwen3 or AffineAttn model, its folder or hub id (``gguf_file``: a GGUF file
+    there), or a GGUF file; ``loading`` goes to from_pretrained. All its tensors are taken over; those of the new
+    attention, listed by :func:`stage_keys`, start afresh. start_as_softmax: attention that is softmax until it is
+    trained. length: of the training sequences, where the attention's formula has it.
     """
     if not isinstance(path_or_model, str | Path | PreTrainedModel):
         given = type(path_or_model).__name__
         raise UserError(f"convert: path_or_model must be a transformers model, its folder or its hub id, got a {given}")
-    source = path_or_model if isinstance(path_or_model, PreTrainedModel) else load(path_or_model, gguf_file, **loading)
+    if isinstance(path_or_model, PreTrainedModel):
+        source = path_or_model
+    else:
+        source = load(*_gguf(path_or_model, gguf_file), **loading)
     if source.config.model_type not in _SOURCES:
         raise UserError(f"convert: model_type must be one of {', '.join(_SOURCES)}, got {source.config.model_type!r}")
     if not isinstance(source, GenerationMixin):
         raise UserError(f"convert: the source must be a causal model with its head, got a {type(source).__name__}")
     each = attention if isinstance(attention, list | tuple) else [attention]
-    specs = [_softmax_start(as_spec(entry)) if start_as_softmax else as_spec(entry) for entry in each]
-    if start_as_softmax and not any(spec.affine for spec in specs):
-        raise UserError("start_as_softmax: no layer's attention has an affine stage; affine is one that does")
+    specs = [as_spec(entry) for entry in each]
+    if length is not None:
+        specs = _at_length(specs, length)
+    if start_as_softmax:
+        specs = [_softmax_start(spec) for spec in specs]
     config = decoder_config(source.config, specs if isinstance(attention, list | tuple) else specs[0])
     model = AutoModelForCausalLM.from_config(config, dtype=source.dtype).to(source.device)
     _fill(model, source, new=stage_keys(model))
     if start_as_softmax:
-        # Also where the source has an alpha of its own.
-        for gate in alpha_gates(model):
-            gate.reset_parameters()
-            nn.init.zeros_(gate.w_a)
+        _start_as_softmax(model)
     return model
+
+
+@torch.no_grad()
+def logits_moved(model: PreTrainedModel, source: PreTrainedModel, tokens: Tensor) -> tuple[float, float]:
+    """What a change of the model does to the next token, over tokens [B, T].
+
+    The mean Kullback-Leibler divergence of its distribution from the source's, in nats, and the share of places with
+    another likeliest one.
+    """
+    with _evaluated(source), _evaluated(model):
+        before, after = (each(tokens.to(each.device)).logits.float().cpu() for each in (source, model))
+    moved = nn.functional.kl_div(after.log_softmax(-1), before.log_softmax(-1), log_target=True, reduction="none")
+    return moved.sum(-1).mean().item(), (before.argmax(-1) != after.argmax(-1)).float().mean().item()
 
 
 def export(model: AffineAttnForCausalLM) -> PreTrainedModel:
@@ -115,8 +142,10 @@ def convert_folder(
     attention: str | None = None,
     start_as_softmax: bool = False,
     gguf_file: str | None = None,
+    length: int | None = None,
     to_plain: bool = False,
     with_code: bool = False,
+    verbose: bool = False,
 ) -> Iterator[str]:
     """Convert, save with the tokenizer, and say line by line what was done.
 
@@ -124,29 +153,65 @@ def convert_folder(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; give a new folder")
-    if to_plain and (attention or start_as_softmax or with_code):
-        raise UserError("--to-plain goes with none of --attention, --start-as-softmax and --with-code")
-    given, tokenizer = load(source, gguf_file), tokenizer_of(source, gguf_file)
+    if to_plain and (attention or start_as_softmax or with_code or length):
+        raise UserError("--to-plain goes with none of --attention, --start-as-softmax, --length and --with-code")
+    place, gguf_file = _gguf(source, gguf_file)
+    given, tokenizer = load(place, gguf_file), tokenizer_of(place, gguf_file)
     if to_plain:
         if not isinstance(given, AffineAttnForCausalLM):
             raise UserError(f"--to-plain needs an AffineAttn model, {source} is a {given.config.model_type} model")
-        plain = export(given)
-        plain.save_pretrained(target)
-        yield f"{target}: {type(plain).__name__}, {plain.num_parameters():,} parameters"
+        made = export(given)
+        made.save_pretrained(target)
+        yield f"{target}: {type(made).__name__}, {made.num_parameters():,} parameters"
     else:
         keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
         attention = "its own" if keeps else "affine" if attention is None else attention
-        model = convert(given, given.config.attention if keeps else attention, start_as_softmax)
-        save_with_code(model, target) if with_code else model.save_pretrained(target)
-        yield f"{target}: {attention} attention, {model.num_parameters():,} parameters"
-        carried = set(given.state_dict())
-        new = [key for key in stage_keys(model) if key not in carried]
-        yield f"{len(new)} new tensors" + (":" if new else "")
-        yield from (f"  {key} {list(model.state_dict()[key].shape)}" for key in new)
+        made = convert(given, given.config.attention if keeps else attention, start_as_softmax, length=length)
+        save_with_code(made, target) if with_code else made.save_pretrained(target)
+        yield f"{target}: {attention} attention, {made.num_parameters():,} parameters"
+        yield from _about_tensors(made, given, verbose)
+        yield _about_logits(made, given, tokenizer, start_as_softmax)
+        yield HOW_TO_LOAD
     if tokenizer is None:
         yield f"{source} has no tokenizer, so none was written"
     else:
         tokenizer.save_pretrained(target)
+        yield from _disagreements(tokenizer, made)
+
+
+def _about_tensors(model: AffineAttnForCausalLM, source: PreTrainedModel, verbose: bool) -> Iterator[str]:
+    state, carried = model.state_dict(), set(source.state_dict())
+    new = [key for key in stage_keys(model) if key not in carried]
+    yield f"{len(new)} new tensors" + ("" if verbose or not new else " (--verbose lists them)")
+    if verbose:
+        yield from (f"  {key} {list(state[key].shape)}" for key in new)
+
+
+def _about_logits(
+    model: AffineAttnForCausalLM, source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, started: bool
+) -> str:
+    tokens = torch.randint(model.config.vocab_size, (1, _SAMPLE_TOKENS), generator=torch.Generator().manual_seed(0))
+    if (
+        tokenizer is not None
+        and (known := tokenizer(_SAMPLE, return_tensors="pt")["input_ids"][:, :_SAMPLE_TOKENS]).numel()
+    ):
+        tokens = known.clamp(max=model.config.vocab_size - 1)
+    divergence, changed = logits_moved(model, source, tokens)
+    line = (
+        f"on {tokens.numel()} tokens the next one's distribution moves by {divergence:.2g} nats, and the likeliest is "
+        f"another one at {changed:.0%} of them"
+    )
+    return line if started or not divergence > 0.01 else f"{line}: train it, or try --start-as-softmax"
+
+
+def _disagreements(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Iterator[str]:
+    """Ends and padding that the tokenizer writes and the model does not know for what they are."""
+    for name in ("eos", "pad"):
+        written = getattr(tokenizer, f"{name}_token_id")
+        read = getattr(model.generation_config, f"{name}_token_id") or getattr(model.config, f"{name}_token_id")
+        if written is not None and read is not None and written not in (read if isinstance(read, list) else [read]):
+            token = getattr(tokenizer, f"{name}_token")
+            yield f"{name}: the tokenizer's is {written} ({token}), the model's {read}; generate goes by the model's"
 
 
 def decoder_config(source: PreTrainedConfig, attention: Any) -> AffineAttnConfig:
@@ -197,11 +262,67 @@ def _plain_config(config: AffineAttnConfig) -> PreTrainedConfig:
     raise UserError(f"export: no plain model of transformers has exactly these parts: {parts_said}")
 
 
+def _gguf(source: str | Path, file: str | None) -> tuple[str, str | None]:
+    """The folder and the name of a GGUF file that is given by its path; anything else as it is."""
+    path = Path(source)
+    if file is None and path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), path.name
+    return str(source), file
+
+
+def _at_length(specs: list[AttentionSpec], length: int) -> list[AttentionSpec]:
+    changed = [at_length(spec, length) for spec in specs]
+    if not any(spec.affine or hasattr(spec.logit, "length") for spec in specs):
+        raise UserError("length: this attention has none; affine has, and logn")
+    return changed
+
+
 def _softmax_start(spec: AttentionSpec) -> AttentionSpec:
-    rest = replace(spec, affine=None)
-    if rest != AttentionSpec():
-        raise UserError(f"start_as_softmax: only the affine stage can start as softmax, got {rest}")
-    return replace(spec, affine=spec.affine and spec.affine.as_softmax())
+    """The spec with its stages in the forms that can be softmax; those that cannot are refused by name."""
+    if spec.logit is not None:
+        raise UserError(f"start_as_softmax: {type(spec.logit).__name__} changes the logits whatever its parameters are")
+    if spec.sink not in (None, "learned", -math.inf):
+        raise UserError(
+            f"start_as_softmax: the constant sink {spec.sink} takes weight from the keys; a learned one starts at none"
+        )
+    return replace(spec, affine=spec.affine and spec.affine.as_softmax(), gate=_identity(spec.gate))
+
+
+def _identity(gate: str | float | None) -> str | float | None:
+    """The gate of the same shape that can be 1 everywhere."""
+    if gate in (None, "learned", 1):
+        return gate
+    if isinstance(gate, str):
+        for name in (gate, f"{gate}_identity"):
+            if name in GATES and GATES[name].starts_at_zero and GATES[name].activation(torch.zeros(())) == 1:
+                return name
+    raise UserError(f"start_as_softmax: no form of the gate {gate!r} is 1 before it is trained")
+
+
+def _start_as_softmax(model: AffineAttnForCausalLM) -> None:
+    """Set the parameters of all stages, also those that the source had."""
+    for layer in model.modules():
+        if not isinstance(layer, AttentionLayer):
+            continue
+        if layer.alpha is not None:
+            layer.alpha.reset_parameters()
+            nn.init.zeros_(layer.alpha.w_a)
+        if layer.sinks is not None:
+            nn.init.constant_(layer.sinks, _NO_SINK)
+        if layer.attn_gate is not None:
+            nn.init.zeros_(layer.attn_gate.weight)
+        if layer.gate_scale is not None:
+            nn.init.ones_(layer.gate_scale)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
 
 
 def _fill(target: PreTrainedModel, source: PreTrainedModel, new: list[str]) -> None:

@@ -3,17 +3,28 @@
 import json
 import re
 import shutil
+import sys
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
 from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
 from tests.support.hf import SIZES, tiny_model
+
+convert = sys.modules["affine_attn.models.convert"]  # the module, not the function of its name
 
 runner = CliRunner()
 
@@ -53,13 +64,66 @@ def test_there_and_back(llama, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w4").input_ids == [3, 4]
 
 
-def test_a_new_attention_lists_its_tensors(llama, tmp_path):
-    result = run("convert", llama, tmp_path / "affine", "--start-as-softmax", "--with-code")
-    assert result.exit_code == 0, result.output
-    assert "4 new tensors:" in result.output
-    assert "model.layers.1.self_attn.alpha.w_a [4, 32]" in result.output
+def test_a_conversion_says_what_it_did_to_the_model(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "_SAMPLE", "w3 w1 w4 w1 w5 w9 w2 w6 " * 9)
+    started = run("convert", llama, tmp_path / "affine", "--start-as-softmax", "--with-code", "--length", "100")
+    assert started.exit_code == 0, started.output
+    assert "4 new tensors (--verbose lists them)" in started.output
+    assert re.search(
+        r"on 64 tokens the next one's distribution moves by \S+ nats.* at 0% of them$", started.output, re.M
+    )
+    assert "import affine_attn.models" in started.output
     assert (tmp_path / "affine" / "modeling_affine_attn.py").exists()
     torch.testing.assert_close(logits(tmp_path / "affine"), logits(llama), rtol=0, atol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "affine").config.spec(0).affine.length == 100
+    broken = run("convert", llama, tmp_path / "broken", "--verbose")
+    assert "model.layers.1.self_attn.alpha.w_a [4, 32]" in broken.output
+    assert re.search(r"at \d+% of them: train it, or try --start-as-softmax$", broken.output, re.M)
+
+
+def test_ends_that_disagree_are_named(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"eos_token_id": [5, 6]})).save_pretrained(tmp_path / "llama")
+    tokenizer = words()
+    tokenizer.eos_token, tokenizer.pad_token = "w7", "w0"
+    tokenizer.save_pretrained(tmp_path / "llama")
+    told = run("convert", tmp_path / "llama", tmp_path / "new").output
+    assert "eos: the tokenizer's is 7 (w7), the model's [5, 6]; generate goes by the model's" in told
+    assert "pad:" not in told
+
+
+def test_a_gguf_file_is_a_source(llama, tmp_path, monkeypatch):
+    """Written by hand: transformers reads such files and writes none."""
+    source, config = AutoModelForCausalLM.from_pretrained(llama).state_dict(), LlamaConfig(**SIZES)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["w", "1", "2", *(f"w{i}" for i in range(1, config.vocab_size - 2))])
+    writer.add_token_merges(["w 1", "w 2"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for key, tensor in source.items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
+        if heads:  # llama.cpp rotates neighbouring channels
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = run("convert", tmp_path / "tiny.gguf", tmp_path / "new", "--attention", "softmax")
+    assert result.exit_code == 0, result.output
+    torch.testing.assert_close(logits(tmp_path / "new"), logits(llama), rtol=0, atol=1e-5)
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "is_gguf_available", lambda *_: False)
+    missing = run("convert", tmp_path / "tiny.gguf", tmp_path / "other")
+    assert missing.exit_code == 2
+    assert "gguf" in missing.stderr
 
 
 def test_a_model_of_the_family_keeps_its_attention_unless_told(tmp_path):
@@ -100,8 +164,8 @@ def test_mistakes_are_answered_in_one_line(llama, tmp_path):
     for arguments, message in [
         (("convert", llama, llama), "is not empty; give a new folder"),
         (("convert", llama, new, "--attention", "afine"), "did you mean 'affine'?"),
-        (("convert", llama, new, "--attention", "sink", "--start-as-softmax"), "only the affine stage can start"),
-        (("convert", tmp_path / "softmax", new, "--start-as-softmax"), "no layer's attention has an affine stage"),
+        (("convert", llama, new, "--attention", "logn", "--start-as-softmax"), "LogN changes the logits"),
+        (("convert", llama, new, "--attention", "sink", "--length", "9"), "length: this attention has none"),
         (("convert", llama, new, "--to-plain"), "needs an AffineAttn model"),
         (("convert", tmp_path / "model", new, "--to-plain"), "only softmax attention exists in plain models"),
         (("convert", llama, new, "--to-plain", "--attention", "sink"), "--to-plain goes with none of --attention"),

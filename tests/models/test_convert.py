@@ -1,5 +1,7 @@
 """Conversion of existing checkpoints, in memory and on the command line, and the way back."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,8 @@ from transformers import (
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, variant
 from affine_attn.core.spec import ACTIVATIONS
-from affine_attn.models import AffineAttnForCausalLM, convert, export, stage_keys
+from affine_attn.models import AffineAttnForCausalLM, convert, export, logits_moved, stage_keys
+from affine_attn.nn.alpha import alpha_gates
 from tests.support.hf import SIZES, left_padded, tiny_model
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -72,17 +75,65 @@ def test_softmax_is_the_original_and_the_way_back_too(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("attention", ["affine", "affine_sigmoid"])
-def test_affine_starts_as_softmax_and_learns(name, attention):
+@pytest.mark.parametrize(
+    "attention",
+    [
+        *("affine", "affine_sigmoid", "sink", "gated", "gated_headwise", "affine_gated", "sink+affine_gated"),
+        AttentionSpec(gate="learned"),
+        ["softmax", "sink"],
+    ],
+    ids=str,
+)
+def test_what_can_starts_as_softmax_and_learns(name, attention):
     source = original(name)
     model = convert(source, attention, start_as_softmax=True)
     assert_same(model, source)
-    assert model.config.spec(0).affine.alpha_range == 2
     tokens, _ = left_padded(padded=0)
     model(tokens, labels=tokens).loss.backward()
-    for layer in model.model.layers:
-        assert layer.self_attn.alpha.w_a.grad.abs().max() > 0
-        assert torch.equal(layer.self_attn.alpha.alpha_ma, torch.ones(4))
+    state = dict(model.named_parameters())
+    for key in set(stage_keys(model)) & set(state):
+        assert state[key].grad.abs().max() > 0, key
+    for gate in alpha_gates(model):
+        assert gate.alpha_range == 2
+        assert torch.equal(gate.alpha_ma, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        ("alibi", "Alibi changes the logits whatever its parameters are"),
+        ("scale_invariant+affine", "ScaleInvariant changes the logits"),
+        ("logn", "LogN changes the logits"),
+        ("off_by_one", "the constant sink 0.0 takes weight"),
+        (AttentionSpec(gate=0.5), "no form of the gate 0.5 is 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:scale-invariant attention without qk_norm")
+def test_what_can_not_start_as_softmax_is_named(attention, reason):
+    with pytest.raises(ValueError, match=f"^start_as_softmax: {reason}"):
+        convert(original("llama"), attention, start_as_softmax=True)
+
+
+def test_how_far_the_logits_move_is_measured():
+    source, (tokens, _) = original("llama").train(), left_padded(padded=0)
+    model = convert(source, "sink")
+    moved, changed = logits_moved(model, source, tokens)
+    assert source.training
+    p, q = (m.eval()(tokens).logits.log_softmax(-1) for m in (source, model))
+    assert moved == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
+    assert changed == (p.argmax(-1) != q.argmax(-1)).float().mean()
+    assert moved > 1e-3
+    same = logits_moved(convert(source, "sink", start_as_softmax=True), source, tokens)
+    assert same == (pytest.approx(0, abs=1e-6), 0)
+
+
+def test_the_length_of_training_is_chosen():
+    model = convert(original("llama"), ["affine", "logn"], length=300)
+    assert model.config.spec(0).affine.length == model.config.spec(1).logit.length == 300
+    assert model.model.layers[1].self_attn.logn_scale[0].item() == pytest.approx(1 / math.log(300))
+    with pytest.raises(ValueError, match="length: this attention has none; affine has, and logn"):
+        convert(original("llama"), "sink", length=300)
 
 
 @pytest.mark.parametrize("function", [F.softplus, lambda x: 3 + torch.tanh(x)], ids=["softplus", "shifted_tanh"])
@@ -146,8 +197,6 @@ def test_what_does_not_fit_is_refused():
         convert(original("llama").model)
     with pytest.raises(ValueError, match="must be a transformers model, its folder or its hub id, got a Linear"):
         convert(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="only the affine stage can start as softmax"):
-        convert(original("llama"), "sink", start_as_softmax=True)
     with pytest.raises(ValueError, match="only softmax attention exists in plain models"):
         export(tiny_model("affine"))
     with pytest.raises(ValueError, match="plain models have no rope_type 'nope'"):

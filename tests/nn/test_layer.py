@@ -334,14 +334,14 @@ def test_a_spec_from_an_older_config_has_defaults_for_what_is_missing():
     assert AttentionSpec.from_dict({"affine": {"length": 512}}).affine == Affine(length=512)
 
 
-@pytest.mark.parametrize("gate", [0.5, "learned", "headwise_identity"])
+@pytest.mark.parametrize("gate", [0.5, "learned", "headwise_identity", "elementwise_identity"])
 def test_gates_that_start_as_one_number(gate):
     """Each scales the output of softmax, JSON keeps it, and what is learned gets a gradient."""
     spec = AttentionSpec(gate=gate)
     layer, plain, x = _layer(spec), _layer(AttentionSpec()), torch.randn(2, 7, DIM)
     plain.load_state_dict(layer.state_dict(), strict=False)
     y = layer(x)
-    torch.testing.assert_close(y, plain(x) * (1.0 if gate == "headwise_identity" else 0.5))
+    torch.testing.assert_close(y, plain(x) * (1.0 if str(gate).endswith("identity") else 0.5))
     assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     y.square().sum().backward()
     learned = {name: parameter for name, parameter in layer.named_parameters() if "gate" in name}
