@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from affine_attn import track_alpha
-from affine_attn.models import convert
+from affine_attn.models import TrackAlpha, convert
 
 
 class Counting(Dataset):
@@ -57,8 +56,7 @@ def fine_tune(original: str | PreTrainedModel, steps: int = 20) -> tuple[float, 
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         )
-        trainer = Trainer(model, arguments, train_dataset=Counting())
-        track_alpha(model, trainer.create_optimizer())
+        trainer = Trainer(model, arguments, train_dataset=Counting(), callbacks=[TrackAlpha()])
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses[0], losses[-1]

@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
     raise MissingPackage("affine_attn.models needs transformers: pip install 'affine-attn[models]'") from error
 
 import affine_attn.models.tensor_parallel  # noqa: F401 (registers the styles of the tensor-parallel plan)
+from affine_attn.models.callback import TrackAlpha
 from affine_attn.models.configuration import AffineAttnConfig
 from affine_attn.models.convert import convert, export, logits_moved, stage_keys
 from affine_attn.models.modeling import (
@@ -34,6 +35,7 @@ __all__ = [
     "AffineAttnModel",
     "AffineAttnPreTrainedModel",
     "StreamingCache",
+    "TrackAlpha",
     "convert",
     "export",
     "logits_moved",

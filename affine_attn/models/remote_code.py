@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from affine_attn import checks, errors
 from affine_attn.core import blocks, call, masks, nonfinite, reference, spec, stages, variants
 from affine_attn.errors import UserError
-from affine_attn.models import attn_implementation, configuration, modeling, streaming, tensor_parallel
+from affine_attn.models import attn_implementation, callback, configuration, modeling, streaming, tensor_parallel
 from affine_attn.models import masks as prepared_masks
 from affine_attn.models.configuration import MODULE
 from affine_attn.models.folder import CARD, model_card
@@ -24,7 +24,7 @@ from affine_attn.runs.files import write_text
 _BEFORE_ATTENTION = (checks, errors, spec, rope, masks, variants, call, stages, blocks, nonfinite, reference)
 _AFTER_ATTENTION = (
     *(alpha, layer, prepared_masks, attn_implementation),
-    *(configuration, tensor_parallel, streaming, modeling),
+    *(configuration, tensor_parallel, streaming, modeling, callback),
 )
 # The rule for these modules: they import only each other and what is below in another form, and no two define the same
 # name.

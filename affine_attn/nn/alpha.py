@@ -163,8 +163,13 @@ class AlphaGate(nn.Module):
             return
         version = self.w_a._version
         if self._weight_version is not None and version != self._weight_version:
+            # In the code of a folder: what transformers has made of it, whose name no import statement may hold.
+            home = __name__.removesuffix(".nn.alpha")
+            own = home != __name__
+            where = f"from {home} import track_alpha" if own else f"importlib.import_module({home!r}).track_alpha"
             warnings.warn(
-                "the optimizer stepped but alpha_ma was not updated: call track_alpha(model, optimizer) once",
+                "the optimizer stepped but alpha_ma was not updated: call track_alpha(model, optimizer) once "
+                f"({where})",
                 stacklevel=4,
             )
             self._warned = True  # once is enough

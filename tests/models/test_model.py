@@ -24,7 +24,15 @@ from transformers import (
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
 from affine_attn.core.spec import GATES
-from affine_attn.models import PRESETS, AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel, StreamingCache, preset
+from affine_attn.models import (
+    PRESETS,
+    AffineAttnConfig,
+    AffineAttnForCausalLM,
+    AffineAttnModel,
+    StreamingCache,
+    TrackAlpha,
+    preset,
+)
 from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.rope import Rope
@@ -220,8 +228,9 @@ def test_a_loaded_model_trains_and_tracks_alpha(tmp_path):
     assert not torch.equal(before, model.model.layers[0].self_attn.alpha.alpha_ma)
 
 
-def test_alpha_is_tracked_under_transformers_trainer(tmp_path):
-    """As the tutorial says; once per step, however many micro-batches it has."""
+@pytest.mark.parametrize("callbacks", [[TrackAlpha()], []], ids=["callback", "by hand"])
+def test_alpha_is_tracked_under_transformers_trainer(callbacks, tmp_path):
+    """Once per step, however many micro-batches it has."""
     model = tiny_model("affine").train()
     for layer in model.model.layers:
         layer.self_attn.alpha.alpha_ma.zero_()
@@ -231,9 +240,9 @@ def test_alpha_is_tracked_under_transformers_trainer(tmp_path):
         report_to=[], save_strategy="no", use_cpu=True,
     )  # fmt: skip
     means = collect_statistics(model, [{"input_ids": torch.stack([entry["input_ids"] for entry in sequences])}])
-    trainer = Trainer(model, settings, train_dataset=sequences)
-    trainer.create_optimizer()
-    track_alpha(model, trainer.optimizer)
+    trainer = Trainer(model, settings, train_dataset=sequences, callbacks=callbacks)
+    if not callbacks:
+        track_alpha(model, trainer.create_optimizer())
     trainer.train()
     for gate, mean in zip(alpha_gates(model), means, strict=True):
         torch.testing.assert_close(gate.alpha_ma, 0.1 * mean.alpha)

@@ -14,7 +14,7 @@ from affine_attn.models.remote_code import modeling_source
 from tests.support.hf import left_padded, tiny_model
 
 LOAD_THEM = """
-import sys, pathlib, torch
+import importlib, sys, pathlib, re, torch, warnings
 sys.modules["affine_attn"] = None  # importing it fails, as where it is not installed
 from transformers import AutoModelForCausalLM
 root = pathlib.Path(sys.argv[1])
@@ -29,6 +29,15 @@ for folder, model in models.items():
     assert torch.equal(generated, expected["generated"]), folder.name
     print(folder.name)
 model.save_pretrained(root / "modules" / "again")
+model = models[root / "affine"].train()
+optimizer = torch.optim.SGD(model.parameters())
+with warnings.catch_warnings(record=True) as warned:
+    for _ in range(2):
+        model(tokens, mask, labels=tokens).loss.backward()
+        optimizer.step()
+pattern = r"importlib.import_module\\('transformers_modules.*'\\).track_alpha"
+(track,) = {re.search(pattern, str(warning.message)).group() for warning in warned}
+eval(track)(model, optimizer)
 """
 
 
