@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from affine_attn.api import attention, attention_stats, explain
     from affine_attn.core.masks import Mask
-    from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+    from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant, SoftCap
     from affine_attn.core.stats import AttentionStats
     from affine_attn.core.variants import VARIANTS, variant
     from affine_attn.nn.alpha import AlphaGate, commit_alpha, track_alpha
@@ -27,6 +27,7 @@ __all__ = [
     "Mask",
     "Rope",
     "ScaleInvariant",
+    "SoftCap",
     "attention",
     "attention_stats",
     "commit_alpha",
@@ -41,7 +42,7 @@ _MODULES = {
     "nn.layer": ("AttentionLayer",),
     "core.masks": ("Mask",),
     "nn.rope": ("Rope",),
-    "core.spec": ("Affine", "Alibi", "AttentionSpec", "LogN", "ScaleInvariant"),
+    "core.spec": ("Affine", "Alibi", "AttentionSpec", "LogN", "ScaleInvariant", "SoftCap"),
     "core.stats": ("AttentionStats",),
     "core.variants": ("VARIANTS", "variant"),
 }

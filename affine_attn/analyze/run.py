@@ -223,7 +223,7 @@ def variant_name(specs: Sequence[AttentionSpec]) -> str | None:
 
 
 def _variant_name(spec: AttentionSpec) -> str | None:
-    lengths = [getattr(part, "length", None) for part in (spec.logit, spec.affine)]
+    lengths = [getattr(part, "length", None) for part in (spec.scores.logit, spec.affine)]
     # Lengths of 0 and "keys" are no lengths of training but other attention.
     length = next((length for length in lengths if isinstance(length, int) and length), 2048)
     return next((name for name, known in VARIANTS.items() if at_length(known.spec, length) == spec), None)

@@ -10,6 +10,7 @@ eps is the inputs' precision, eps_rows that of the row statistics. A weight exp(
 s and z as a relative error; a score's gradient is p times a difference of weight gradients <dy, v>, which may cancel.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from affine_attn.core.stages import grouped_matmul, scores
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call: q [batch, heads, tq, head_dim], k and v [batch, kv_heads, tk, head_dim]."""
+    """Sizes of a call: q [batch, heads, tq, head_dim], k [batch, kv_heads, tk, head_dim]; v has value_dim channels."""
 
     batch: int
     heads: int
@@ -34,9 +35,11 @@ class Shape:
     tq: int
     tk: int
     head_dim: int
+    value_dim: int | None = None  # head_dim by default
 
     def __str__(self) -> str:
-        return f"B{self.batch}-H{self.heads}-K{self.kv_heads}-T{self.tq}x{self.tk}-D{self.head_dim}"
+        width = f"D{self.head_dim}" if self.value_dim is None else f"D{self.head_dim}-V{self.value_dim}"
+        return f"B{self.batch}-H{self.heads}-K{self.kv_heads}-T{self.tq}x{self.tk}-{width}"
 
 
 def random_inputs(
@@ -46,10 +49,12 @@ def random_inputs(
     device: str | torch.device = "cpu",
     seed: int = 0,
     largest_logit: float | None = None,
+    bias: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``attention`` for a spec: q, k, v, the stage inputs it needs, and its logit.
 
-    Learned sinks run from -8 to 8; alpha includes exact 0 and 1. ``largest_logit`` rescales q to reach such logits.
+    Learned sinks run from -8 to 8; alpha includes exact 0 and 1. ``largest_logit`` rescales q to reach such logits. A
+    bias of the given shape hides a key here and there.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -58,9 +63,10 @@ def random_inputs(
 
     s = shape
     rows = (s.batch, s.heads, s.tq)
+    value_dim = s.head_dim if s.value_dim is None else s.value_dim
     tensors = {"q": randn(*rows, s.head_dim)}
-    for name in ("k", "v"):
-        tensors[name] = randn(s.batch, s.kv_heads, s.tk, s.head_dim)
+    for name, width in (("k", s.head_dim), ("v", value_dim)):
+        tensors[name] = randn(s.batch, s.kv_heads, s.tk, width)
     if largest_logit is not None:
         logits = grouped_matmul(tensors["q"], tensors["k"].mT) * s.head_dim**-0.5
         tensors["q"] *= largest_logit / logits.abs().max()
@@ -73,7 +79,9 @@ def random_inputs(
             fp32["beta"] = (0.5 - fp32["alpha"]) / max(s.tk, 1)
     if spec.gate is not None:
         is_by_channel = spec.projected_gate is not None and spec.projected_gate.per_channel
-        tensors["gate"] = torch.sigmoid(randn(*rows, s.head_dim if is_by_channel else 1))
+        tensors["gate"] = torch.sigmoid(randn(*rows, value_dim if is_by_channel else 1))
+    if bias is not None:
+        fp32["bias"] = (x := randn(*bias)).masked_fill(x > 2, -math.inf)
     row_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     inputs: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     inputs |= {name: tensor.to(device, row_dtype) for name, tensor in fp32.items()}
@@ -112,8 +120,8 @@ def deviations(
     gradients: bool = True,
 ) -> list[Deviation]:
     """Compare ``attention(..., impl=impl)`` (or ``function``) with the float64 reference: y and every gradient."""
-    q = inputs["q"]
-    dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q)
+    q, v = inputs["q"], inputs["v"]
+    dy = torch.randn((*q.shape[:3], v.shape[3]), generator=torch.Generator().manual_seed(seed)).to(q)
     engine = function or (lambda **x: attention(**x, mask=mask, scale=scale, impl=impl))
     exact_inputs = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     incoming = dy if gradients else None
@@ -132,7 +140,7 @@ def _rounding(exact_inputs: dict[str, Any], dy: Tensor, dtype: torch.dtype, mask
     if not s.numel():
         return 2 * torch.finfo(dtype).eps
     dw = grouped_matmul(dy, call.v.mT)
-    largest = sum(float(torch.where(visible, x, 0.0).abs().max()) for x in (s, dw))
+    largest = sum(float(torch.where(visible & x.isfinite(), x, 0.0).abs().max()) for x in (s, dw))
     rows = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return 2 * torch.finfo(dtype).eps + rows * largest
 

@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.stages import own_precision, probabilities, row_dtype, scores
+from affine_attn.core.stages import own_precision, probabilities, row_dtype, scores, sums_of_visible
 
 
 def sums_in_blocks(x: Tensor, call: Call) -> Tensor:
-    """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D]; in torch, in blocks of rows."""
-    total = x.new_zeros(*x.shape[:2], call.tq, x.shape[3])
+    """sum of x [B, Hkv, Tk, D] over the keys each row sees, [B, Hkv, Tq, D]; in torch, in blocks of rows.
+
+    [B, H, Tq, D] where heads see other keys.
+    """
+    heads = call.heads if call.mask.is_by_head else x.shape[1]
+    total = x.new_zeros(x.shape[0], heads, call.tq, x.shape[3])
     with own_precision(x):
         for rows, keys in call.blocks():
-            total[:, :, rows] = call.visible(rows, keys).to(x.dtype) @ x[:, :, keys]
+            total[:, :, rows] = sums_of_visible(call.visible(rows, keys), x[:, :, keys])
     return total
 
 
@@ -24,7 +28,7 @@ def sums_in_blocks_backward(dtotal: Tensor, call: Call) -> Tensor:
     with own_precision(dtotal):
         for rows, keys in call.blocks():
             dx[:, :, keys] += call.visible(rows, keys).to(dtotal.dtype).mT @ dtotal[:, :, rows]
-    return dx
+    return dx.unflatten(1, (call.k.shape[1], -1)).sum(2) if call.mask.is_by_head else dx
 
 
 class ScoreStatistics(NamedTuple):
@@ -50,7 +54,7 @@ def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
         p, _ = probabilities(s, None)
         visible_scores = torch.where(visible, s, 0.0)
         found.lse[:, :, rows] = s.logsumexp(-1)
-        found.mean[:, :, rows] = (p * visible_scores).sum(-1)
+        found.mean[:, :, rows] = torch.where(p > 0, p * visible_scores, 0.0).sum(-1)  # a bias of -inf is visible
         found.largest[:, :, rows] = s.amax(-1)
         found.total[:, :, rows] = visible_scores.sum(-1)
         at = (first_key[..., rows] - keys.start).expand(*s.shape[:3])[..., None]

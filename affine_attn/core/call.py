@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from affine_attn.core.masks import Mask
-from affine_attn.core.spec import Logit, is_number, is_sink, logit_names
+from affine_attn.core.masks import Mask, check_broadcastable, with_4_dims
+from affine_attn.core.spec import Logit, Logits, is_number, is_sink, scores_of
 
 # Scores that may exist at once: 2^20 fp32 entries are 4 MiB, near the cache, and the blocks stay matmul-sized.
 _SCORES_OF_A_BLOCK = 2**20
@@ -21,6 +21,7 @@ class Options(NamedTuple):
     """What of a call is neither a tensor nor its mask."""
 
     scale: float
+    curve: Logit | None
     logit: Logit | None
     constant_sink: float | None
 
@@ -35,6 +36,7 @@ class Gradients(NamedTuple):
     alpha: Tensor | None = None
     beta: Tensor | None = None
     gate: Tensor | None = None
+    bias: Tensor | None = None
 
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -46,14 +48,16 @@ class Call:
 
     q: Tensor  # [B, H, Tq, D]
     k: Tensor  # [B, Hkv, Tk, D]
-    v: Tensor  # [B, Hkv, Tk, D]
+    v: Tensor  # [B, Hkv, Tk, Dv]
     mask: Mask
     scale: float
+    curve: Logit | None  # the two parts of stage 1: f(scale * q.k), and the coefficients of that
     logit: Logit | None
     sink: Tensor | float | None  # a number, [H] or [B, H, Tq]
     alpha: Tensor | None  # [B, H, Tq]
     beta: Tensor | None  # [B, H, Tq]
-    gate: Tensor | None  # [B, H, Tq, D or 1]
+    gate: Tensor | None  # [B, H, Tq, Dv or 1]
+    bias: Tensor | None  # [B or 1, H or 1, Tq or 1, Tk or 1]
 
     @property
     def tq(self) -> int:
@@ -66,6 +70,15 @@ class Call:
     @property
     def heads(self) -> int:
         return self.q.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3]
+
+    def new_output(self) -> Tensor:
+        """Allocate y [B, H, Tq, Dv], in the layout of q where it is as wide."""
+        q, width = self.q, self.value_dim
+        return torch.empty_like(q) if width == q.shape[3] else q.new_empty(*q.shape[:3], width)
 
     @property
     def needs_grad(self) -> bool:
@@ -86,19 +99,20 @@ class Call:
 
     @property
     def options(self) -> Options:
-        return Options(self.scale, self.logit, None if isinstance(self.sink, Tensor) else self.sink)
+        return Options(self.scale, self.curve, self.logit, None if isinstance(self.sink, Tensor) else self.sink)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that may have gradients, in the order of :class:`Gradients`."""
         sink = self.sink if isinstance(self.sink, Tensor) else None
-        return self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate
+        return self.q, self.k, self.v, sink, self.alpha, self.beta, self.gate, self.bias
 
     @classmethod
     def of(cls, options: Options, mask: Mask, *tensors: Any) -> "Call":
         """Return the call with these tensors, in the order of :attr:`tensors`."""
         q, k, v, sink, *rest = tensors
-        return cls(q, k, v, mask, options.scale, options.logit, options.constant_sink if sink is None else sink, *rest)
+        scale, curve, logit, constant_sink = options
+        return cls(q, k, v, mask, scale, curve, logit, constant_sink if sink is None else sink, *rest)
 
 
 def refuse_context_parallel() -> None:
@@ -140,11 +154,13 @@ def checked_call(
     v: Tensor,
     mask: Mask = Mask(),
     scale: float | None = None,
-    logit: Logit | None = None,
+    logit: Logits = None,
     sink: Tensor | float | None = None,
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     gate: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
 ) -> Call:
     """Validate and normalise."""
     refuse_context_parallel()
@@ -164,22 +180,28 @@ def checked_call(
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must share a device")
     batch, heads, tq, dim = q.shape
-    kv_heads, tk = k.shape[1], k.shape[2]
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
-    if dim == 0:
-        raise ValueError(f"q, k and v must have at least one channel per head, got {list(q.shape)} for q")
+    kv_heads, tk, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k and v must have the same shape, their last dimension aside, got {list(k.shape)} and {list(v.shape)}"
+        )
+    if dim == 0 or value_dim == 0:
+        raise ValueError(
+            f"q, k and v must have at least one channel per head, got {list(q.shape)} for q and {list(v.shape)} for v"
+        )
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head_dim")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k has {kv_heads}: the heads of q must be a multiple of those of k")
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {type(mask).__name__}")
-    mask.check(batch, tk, q.device)
-    if logit is not None and not isinstance(logit, Logit):
-        raise ValueError(f"logit must be None or one of {logit_names()}, got {logit!r}")
-    if logit is not None and logit.needs_causal and not mask.causal:
-        raise ValueError(f"logit {type(logit).__name__} needs a causal mask, got Mask(causal=False)")
+    mask.check((batch, heads, tq, tk), q.device)
+    curve = coefficients = None
+    if logit is not None:
+        curve, coefficients = scores = scores_of(logit)
+        for part in scores:
+            if part is not None and part.needs_causal and not mask.causal:
+                raise ValueError(f"logit {type(part).__name__} needs a causal mask, got Mask(causal=False)")
     if isinstance(sink, Tensor):
         _check_stage("sink", sink, ((heads,), (batch, heads, tq)), q)
     elif sink is not None:
@@ -192,7 +214,11 @@ def checked_call(
     if beta is not None:
         _check_stage("beta", beta, (rows,), q)
     if gate is not None:
-        _check_stage("gate", gate, ((batch, heads, tq, dim), (batch, heads, tq, 1)), q)
+        _check_stage("gate", gate, ((batch, heads, tq, value_dim), (batch, heads, tq, 1)), q)
+    if bias is not None:
+        _check_stage("bias", bias, None, q)
+        check_broadcastable("bias", bias, (batch, heads, tq, tk))
+        bias = with_4_dims(bias)
     if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     factor = dim**-0.5 if scale is None else float(scale)
@@ -201,7 +227,7 @@ def checked_call(
         q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
     q, k, v = _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v)
     gate = None if gate is None else _with_dense_rows(gate)
-    return Call(q, k, v, mask, factor, logit, sink, alpha, beta, gate)
+    return Call(q, k, v, mask, factor, curve, coefficients, sink, alpha, beta, gate, bias)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -209,10 +235,11 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _check_stage(name: str, tensor: Tensor, shapes: tuple[tuple[int, ...], ...], q: Tensor) -> None:
+def _check_stage(name: str, tensor: Tensor, shapes: tuple[tuple[int, ...], ...] | None, q: Tensor) -> None:
+    """Raise if a tensor has none of the shapes (None: its shape is checked elsewhere), another type or device."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-    if tensor.shape not in shapes:
+    if shapes is not None and tensor.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must have shape {allowed}, got {list(tensor.shape)}")
     if tensor.dtype not in (q.dtype, torch.float32):

@@ -32,6 +32,8 @@ class Mask:
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible
     contiguous: bool = False  # promises that equal ids of documents are neighbours: then nothing is sorted
     most_documents: int | None = None  # promises that all rows together have no more of them: then none is counted
+    allowed: Tensor | None = None  # bool, broadcastable to [B, H, Tq, Tk], True = may be seen
+    window_after: int | None = None  # keys visible at most after the query's own; needs causal=False
 
     @classmethod
     def packed(
@@ -83,9 +85,17 @@ class Mask:
                     f"Mask: window must be an integer >= 1 (keys including self), got {self.window!r}; "
                     f"the largest is {LARGEST_COUNT}"
                 )
-            if not self.causal:
-                raise ValueError("Mask: window needs causal=True, got causal=False")
-        for name, kinds in (("documents", "an integer"), ("padding", "a bool"), ("lengths", "an integer")):
+            if not self.causal and self.window_after is None:
+                raise ValueError("Mask: window needs causal=True, got causal=False; or give window_after too")
+        if self.window_after is not None:
+            if not is_count(self.window_after, 0, LARGEST_COUNT):
+                raise ValueError(
+                    f"Mask: window_after must be an integer >= 0, got {self.window_after!r}; "
+                    f"the largest is {LARGEST_COUNT}"
+                )
+            if self.causal:
+                raise ValueError("Mask: window_after needs causal=False, since a causal query sees nothing after it")
+        for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
@@ -93,8 +103,10 @@ class Mask:
                 raise ValueError(f"Mask: {name} must be a Tensor, got {type(tensor).__name__}")
             is_bool = tensor.dtype == torch.bool
             is_integer = not (is_bool or tensor.is_floating_point() or tensor.is_complex())
-            if not (is_bool if kinds == "a bool" else is_integer):
-                raise ValueError(f"Mask: {name} must be {kinds} tensor, got {tensor.dtype}")
+            is_of_bools = name in ("padding", "allowed")
+            if not (is_bool if is_of_bools else is_integer):
+                kind = "a bool" if is_of_bools else "an integer"
+                raise ValueError(f"Mask: {name} must be {kind} tensor, got {tensor.dtype}")
         if not isinstance(self.contiguous, bool):
             raise ValueError(f"Mask: contiguous must be True or False, got {type(self.contiguous).__name__}")
         if self.contiguous and self.documents is None:
@@ -107,23 +119,27 @@ class Mask:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        if self.documents is None and self.padding is None and self.lengths is None:
+        if self.documents is None and self.padding is None and self.lengths is None and self.allowed is None:
             return {}
-        named = (("documents", self.documents), ("padding", self.padding), ("lengths", self.lengths))
+        named = ((name, getattr(self, name)) for name in _TENSORS)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     @property
     def restrictions(self) -> tuple[str, ...]:
         """What hides keys besides causality, by name: tensors first."""
-        return (*self.tensors, *(() if self.window is None else ("window",)))
+        windows = () if self.window is None else ("window",)
+        return (*self.tensors, *windows, *(() if self.window_after is None else ("window_after",)))
 
-    def check(self, batch: int, keys: int, device: torch.device) -> None:
-        """Raise if a tensor of the mask does not fit q [batch, ...] and k [..., keys, ...]."""
-        if self.documents is None and self.padding is None and self.lengths is None:
+    def check(self, scores: tuple[int, ...], device: torch.device) -> None:
+        """Raise if a tensor of the mask does not fit scores [B, H, Tq, Tk]."""
+        if self.documents is None and self.padding is None and self.lengths is None and self.allowed is None:
             return
+        batch, keys = scores[0], scores[3]
         for name, tensor in self.tensors.items():
             shape = (batch,) if name == "lengths" else (batch, keys)
-            if tuple(tensor.shape) != shape:
+            if name == "allowed":
+                check_broadcastable("mask.allowed", tensor, scores)
+            elif tuple(tensor.shape) != shape:
                 raise ValueError(f"mask.{name} must have shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.device != device:
                 raise ValueError(f"mask.{name} is on {tensor.device}, q is on {device}; all must share a device")
@@ -141,7 +157,15 @@ class Mask:
 
     def predicate(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """sees(b, h, i, j): broadcastable index tensors in, bool out; also FlexAttention's mask_mod."""
-        causal, window, documents = self.causal, self.window, self.documents
+        sees, allowed = self._of_places(tq, tk), self.allowed
+        if allowed is None:
+            return sees
+        allowed = with_4_dims(allowed)
+        return lambda b, h, i, j: sees(b, h, i, j) & entry(allowed, b, h, i, j)
+
+    def _of_places(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The same without ``allowed``."""
+        causal, window, after, documents = self.causal, self.window, self.window_after, self.documents
         padding, lengths = self.padding, self.lengths
         if tk == 0:
             documents = None  # nothing to see, and no id to compare
@@ -157,6 +181,8 @@ class Mask:
                 ok = ok & (j <= p)
             if window is not None:
                 ok = ok & (p - j < window)
+            if after is not None:
+                ok = ok & (j - p <= after)
             if documents is not None:
                 ok = ok & (documents[b, j] == documents[b, p.clamp(min=0)]) & (p >= 0)
             if padding is not None:
@@ -166,18 +192,21 @@ class Mask:
         return sees
 
     def visible(self, tq: int, tk: int, device: torch.device, rows: slice, keys: slice) -> Tensor:
-        """Dense visibility of a block of queries and keys, bool [B or 1, 1, rows, keys]."""
+        """Dense visibility of a block of queries and keys, bool [B or 1, 1, rows, keys]; of ``allowed`` by head [B or
+        1, H, rows, keys]."""
         b = torch.arange(self._batch(), device=device)[:, None, None, None]
         i = torch.arange(tq, device=device)[rows, None]
         j = torch.arange(tk, device=device)[keys]
         shape = (b.numel(), 1, i.shape[0], j.shape[0])
-        return self.predicate(tq, tk)(b, torch.zeros_like(b), i, j).expand(shape)
+        seen = self._of_places(tq, tk)(b, torch.zeros_like(b), i, j).expand(shape)
+        return seen if self.allowed is None else seen & block_of(with_4_dims(self.allowed), rows, keys)
 
     def key_range(self, tq: int, tk: int, rows: slice) -> slice:
         """The keys that any of these rows could see, known without reading a tensor."""
-        if self.lengths is not None or not self.causal:
+        after = 0 if self.causal else self.window_after
+        if self.lengths is not None or after is None:
             return slice(0, tk)
-        first, last = rows.start + tk - tq, rows.stop - 1 + tk - tq
+        first, last = rows.start + tk - tq, rows.stop - 1 + tk - tq + after
         start = 0 if self.window is None else max(0, first - self.window + 1)
         return slice(min(start, tk), max(min(last + 1, tk), min(start, tk)))
 
@@ -185,13 +214,19 @@ class Mask:
         """How many slots (back, ahead) of its own a query could see, known without reading a tensor."""
         everything = tq + tk
         back = everything if self.window is None else min(self.window - 1, everything)
-        return back, 0 if self.causal else everything
+        after = everything if self.window_after is None else min(self.window_after, everything)
+        return back, 0 if self.causal else after
 
     def count(self, tq: int, tk: int, device: torch.device) -> Tensor:
-        """n_i, the number of visible keys, int64 [B or 1, 1, Tq]; no Tq x Tk tensor is made. Not to be changed."""
+        """n_i, the number of visible keys, int64 [B or 1, 1, Tq]; no Tq x Tk tensor is made. Not to be changed.
+
+        With ``allowed`` by head it is [B or 1, H, Tq], as is ``first``.
+        """
         return self._derived("count", (tq, tk), lambda: self._count(tq, tk, device))
 
     def _count(self, tq: int, tk: int, device: torch.device) -> Tensor:
+        if self.allowed is not None:
+            return self._by_rows(tq, tk, device, lambda visible: visible.sum(-1))
         low, high = self._bounds(tq, tk, device)
         if self.documents is None and self.padding is None:
             return (high - low + 1).clamp(min=0)[:, None]
@@ -204,6 +239,10 @@ class Mask:
 
     def first(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Slot of the first visible key of each row, int64 [B or 1, 1, Tq]; -1 where there is none."""
+        if self.allowed is not None and tk:
+            return self._by_rows(
+                tq, tk, device, lambda visible: torch.where(visible.any(-1), visible.int().argmax(-1), -1)
+            )
         low, high = self._bounds(tq, tk, device)
         if (self.documents is None and self.padding is None) or not tk:
             return torch.where(high >= low, low, -1)[:, None]
@@ -217,6 +256,14 @@ class Mask:
         if self.documents is not None:
             slot = self.documents_in_order().order.gather(1, slot)
         return torch.where(upto > before, slot, -1)[:, None]
+
+    def _by_rows(
+        self, tq: int, tk: int, device: torch.device, reduce: Callable[[Tensor], Tensor], step: int = 256
+    ) -> Tensor:
+        """Reduce the keys of dense visibility, a block of rows at a time."""
+        keys = slice(0, tk)
+        blocks = [slice(start, min(start + step, tq)) for start in range(0, max(tq, 1), step)]
+        return torch.cat([reduce(self.visible(tq, tk, device, rows, keys)) for rows in blocks], 2)
 
     def documents_in_order(self) -> "Documents":
         """Return where each document has its slots. Nothing else here sorts."""
@@ -259,17 +306,23 @@ class Mask:
     def _derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
         """Return what ``make`` gives, made once for all masks of the same tensors and numbers."""
         tensors = self.tensors
-        key = (what, *tensors, self.causal, self.window, self.contiguous, *sizes)
+        key = (what, *tensors, self.causal, self.window, self.window_after, self.contiguous, *sizes)
         return once_for(tuple(tensors.values()), key, make)
 
+    @property
+    def is_by_head(self) -> bool:
+        """Return True if heads may see different keys."""
+        return self.allowed is not None and self.allowed.ndim > 2 and self.allowed.shape[-3] > 1
+
     def _batch(self) -> int:
-        return next((tensor.shape[0] for tensor in self.tensors.values()), 1)
+        return next((tensor.shape[0] for name, tensor in self.tensors.items() if name != "allowed"), 1)
 
     def _bounds(self, tq: int, tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """First and last slot a query could see before documents and padding, each [B or 1, Tq]."""
         p = self.positions(tq, tk, device)
         last = tk - 1 if self.lengths is None else self.lengths.to(torch.int64)[:, None] - 1
-        high = torch.minimum(p, last + torch.zeros_like(p)) if self.causal else last + torch.zeros_like(p)
+        after, high = 0 if self.causal else self.window_after, last + torch.zeros_like(p)
+        high = high if after is None else torch.minimum(p + after, high)
         low = torch.zeros_like(p) if self.window is None else (p - self.window + 1).clamp(min=0)
         return low, high
 
@@ -295,6 +348,33 @@ class Mask:
             upto = torch.searchsorted(codes, (own * tk + high).contiguous(), right=True)
             nowhere = (p < 0) | (high < low)
         return real, before, torch.where(nowhere, before, upto)
+
+
+# Those of a mask, in the order in which they are named.
+_TENSORS = ("documents", "padding", "lengths", "allowed")
+
+
+def with_4_dims(x: Tensor) -> Tensor:
+    """Return what is broadcastable to [B, H, Tq, Tk] with all four dimensions."""
+    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
+
+
+def block_of(x: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Return the block of rows and keys of x [B or 1, H or 1, Tq or 1, Tk or 1]."""
+    x = x if x.shape[2] == 1 else x[:, :, rows]
+    return x if x.shape[3] == 1 else x[..., keys]
+
+
+def entry(x: Tensor, *indices: Tensor) -> Tensor:
+    """Return the entries of x [B or 1, H or 1, Tq or 1, Tk or 1] at index tensors b, h, i, j."""
+    return x[tuple(index * 0 if size == 1 else index for index, size in zip(indices, x.shape, strict=True))]
+
+
+def check_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise if a tensor does not broadcast to the shape as it is."""
+    sizes = tuple(tensor.shape)
+    if len(sizes) > len(shape) or any(a not in (1, b) for a, b in zip(sizes[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{name} must be broadcastable to {list(shape)}, got {list(sizes)}")
 
 
 class Documents(NamedTuple):

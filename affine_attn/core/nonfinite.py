@@ -57,15 +57,15 @@ def _clean(call: Call) -> tuple[Call, Tensor]:
 
 
 def isolate(call: Call, sees_any: Tensor, visible_sum: Callable[[Tensor], Tensor]) -> tuple[Call, Tensor]:
-    """The call with non-finite entries zeroed, and what must be NaN because of one, bool [B, H, Tq, D].
+    """The call with non-finite entries zeroed, and what must be NaN because of one, bool [B, H, Tq, Dv].
 
-    That is what sees one, or is of a query that has one and sees any key (sees_any, bool [B or 1, 1, Tq]). A plain
+    That is what sees one, or is of a query that has one and sees any key (sees_any, bool [B or 1, 1 or H, Tq]). A plain
     matmul would spread an inf to rows that cannot see it, and from a query to keys that it cannot see: 0 * inf is NaN.
     """
     bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (call.q, call.k))
     bad_v = ~call.v.isfinite()
     seen = visible_sum((bad_k | bad_v).float()) > 0
-    poisoned = seen.repeat_interleave(call.heads // call.k.shape[1], dim=1) | (bad_q & sees_any[..., None])
+    poisoned = seen.repeat_interleave(call.heads // seen.shape[1], dim=1) | (bad_q & sees_any[..., None])
     q, k, v = _Zeroed.apply(call.q, bad_q), call.k.masked_fill(bad_k, 0.0), call.v.masked_fill(bad_v, 0.0)
     return replace(call, q=q, k=k, v=v), poisoned
 

@@ -21,7 +21,7 @@ from affine_attn.errors import UserError
 
 
 class Coefficients(NamedTuple):
-    """Stage 1 is affine in the raw score: s = factor * (scale * q.k) + offset. ``None`` means 1 and 0."""
+    """What depends on places: s = factor * f(scale * q.k) + offset. ``None`` means 1 and 0."""
 
     factor: Tensor | None
     offset: Tensor | None
@@ -55,14 +55,17 @@ _LOGITS: dict[str, "type[Logit]"] = {}
 
 @dataclass(frozen=True)
 class Logit:
-    """A stage 1. A subclass is a frozen dataclass of numbers with defaults; defining it is enough to register it.
+    """A stage 1: s = factor * f(scale * q.k) + offset, where a subclass has the curve f, the coefficients, or both.
 
-    A subclass says more than the two defaults only where it can: they are the careful answers.
+    It is a frozen dataclass of numbers with defaults; defining it is enough to register it. It says more than the two
+    defaults only where it can: they are the careful answers.
     """
 
     kind: ClassVar[str]  # its name in JSON and operators
     needs_causal = True  # refuse Mask(causal=False)
     same_in_all_heads = False  # else tensor parallelism refuses it: a rank knows only its own heads
+    has_curve: ClassVar[bool]
+    has_coefficients: ClassVar[bool]
 
     def __init_subclass__(cls):
         if not hasattr(cls, "kind"):
@@ -72,7 +75,19 @@ class Logit:
         known = _LOGITS.get(cls.kind)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{cls.__name__}: the kind {cls.kind!r} is that of {known.__name__}")
+        cls.has_curve = "curve" in vars(cls)
+        if cls.has_curve != ("derivative" in vars(cls)):
+            raise TypeError(f"{cls.__name__} must have both, a curve and its derivative, or neither")
+        cls.has_coefficients = "coefficients" in vars(cls) or not cls.has_curve
         _LOGITS[cls.kind] = cls
+
+    def curve(self, x: Tensor) -> Tensor:
+        """Compute f(x) of each score x = scale * q.k."""
+        raise NotImplementedError(f"{type(self).__name__} has no curve")
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Compute f'(x)."""
+        raise NotImplementedError(f"{type(self).__name__} has no curve")
 
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         """Compute from tensors that broadcast: i - j, the visible keys n_i of the row, the head's number 0..H-1; and H.
@@ -137,6 +152,50 @@ class Alibi(Logit):
     def coefficients(self, distance: Tensor, count: Tensor, head: Tensor, heads: int) -> Coefficients:
         slope = torch.exp2((head + 1).to(distance.dtype) * (-8.0 / heads))
         return Coefficients(None, -slope * distance.abs())
+
+
+@dataclass(frozen=True)
+class SoftCap(Logit):
+    """Soft-capped scores (Gemma-2): s = cap * tanh(scale * q.k / cap), all between -cap and cap."""
+
+    cap: float = 50.0
+    kind = "softcap"
+    needs_causal = False
+    same_in_all_heads = True
+
+    def __post_init__(self):
+        if not (is_number(self.cap) and self.cap > 0):
+            raise UserError(f"SoftCap: cap must be a number > 0, got {self.cap!r}")
+
+    def curve(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return 1 - torch.tanh(x / self.cap).square()
+
+
+# One, none, or one with a curve and one with coefficients.
+Logits = Logit | tuple[Logit, ...] | None
+
+
+class Scores(NamedTuple):
+    """Stage 1 in its two parts, which are one logit where it has both."""
+
+    curve: Logit | None
+    logit: Logit | None  # that has coefficients
+
+
+def scores_of(logit: Logits, owner: str = "") -> Scores:
+    """Return the parts of a logit or of several; raise, as ``owner``, if there are two of a kind."""
+    if logit is None:
+        return Scores(None, None)
+    given = logit if isinstance(logit, tuple) else (logit,)
+    if not all(isinstance(part, Logit) and type(part) is not Logit for part in given):
+        raise UserError(f"{owner}logit must be None or one of {logit_names()}, or a tuple of them, got {logit!r}")
+    curves, others = [part for part in given if part.has_curve], [part for part in given if part.has_coefficients]
+    if len(curves) > 1 or len(others) > 1:
+        raise UserError(f"{owner}logit may have one with a curve and one with coefficients, got {logit!r}")
+    return Scores(curves[0] if curves else None, others[0] if others else None)
 
 
 def linear_clipping(x: Tensor) -> Tensor:
@@ -249,14 +308,13 @@ class Affine:
 class AttentionSpec:
     """Which attention a layer computes: logit -> sink -> affine -> gate; ``None`` switches a stage off."""
 
-    logit: Logit | None = None
+    logit: Logits = None  # two together: (SoftCap(50.0), ScaleInvariant())
     sink: float | Literal["learned"] | None = None  # 0.0 is off-by-one softmax; "learned": one per head
     affine: Affine | None = None
     gate: str | float | None = None  # a key of GATES; without input: a number for all, "learned": one per head
 
     def __post_init__(self):
-        if self.logit is not None and type(self.logit) not in _LOGITS.values():
-            raise UserError(f"AttentionSpec: logit must be None or one of {logit_names()}, got {self.logit!r}")
+        scores_of(self.logit, "AttentionSpec: ")
         if not (self.sink is None or self.sink == "learned" or is_sink(self.sink)):
             raise UserError(f"AttentionSpec: sink must be None, a number or 'learned', got {self.sink!r}")
         if self.affine is not None and not isinstance(self.affine, Affine):
@@ -264,6 +322,11 @@ class AttentionSpec:
         if not (is_number(self.gate) or self.gate in [None, "learned", *GATES]):
             allowed = ["learned", *GATES]
             raise UserError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
+
+    @property
+    def scores(self) -> Scores:
+        """Stage 1 in its two parts."""
+        return scores_of(self.logit)
 
     @property
     def projected_gate(self) -> Gate | None:
@@ -298,13 +361,18 @@ def logit_of_kind(kind: str) -> "type[Logit]":
     return _LOGITS[kind]
 
 
-def _logit_to_dict(logit: Logit | None) -> dict[str, Any] | None:
+def _logit_to_dict(logit: Logits) -> Any:
+    """JSON has lists where Python has tuples."""
+    if isinstance(logit, tuple):
+        return [_logit_to_dict(part) for part in logit]
     return None if logit is None else {"kind": logit.kind, **dataclasses.asdict(logit)}
 
 
-def _logit_from_dict(data: dict[str, Any] | None) -> Logit | None:
+def _logit_from_dict(data: Any) -> Any:
     if data is None:
         return None
+    if isinstance(data, list | tuple):
+        return tuple(_logit_from_dict(part) for part in data)
     if not isinstance(data, dict):
         raise UserError(f"AttentionSpec: logit must be None or a dict with 'kind', got {data!r}")
     fields = dict(data)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
+from affine_attn.core.masks import block_of
 
 
 def scores(
@@ -16,11 +17,19 @@ def scores(
 ) -> Tensor:
     """Stage 1 for a block of rows and keys: s [B, H, rows, keys], -inf on invisible keys."""
     dtype = row_dtype(call.q)
-    s = call.scale * grouped_matmul(call.q[:, :, rows].to(dtype), k[:, :, keys].to(dtype).mT, matmul)
+    s = raw_scores(call, k, rows, keys, matmul)
+    s = s if call.curve is None else call.curve.curve(s)
     factor, offset = coefficients(call, rows, keys)
     s = s if factor is None else factor * s
     s = s if offset is None else s + offset
+    s = s if call.bias is None else s + block_of(call.bias, rows, keys).to(dtype)
     return s.masked_fill(~visible, float("-inf"))
+
+
+def raw_scores(call: Call, k: Tensor, rows: slice, keys: slice, matmul: torch.dtype | None = None) -> Tensor:
+    """Scale q.k^T, before stage 1."""
+    dtype = row_dtype(call.q)
+    return call.scale * grouped_matmul(call.q[:, :, rows].to(dtype), k[:, :, keys].to(dtype).mT, matmul)
 
 
 def coefficients(call: Call, rows: slice, keys: slice) -> tuple[Tensor | None, Tensor | None]:
@@ -65,6 +74,14 @@ def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Te
     with own_precision(x):
         product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
     return product.unflatten(2, (x.shape[1] // m.shape[1], x.shape[2])).flatten(1, 2)
+
+
+def sums_of_visible(visible: Tensor, x: Tensor) -> Tensor:
+    """visible [B or 1, 1 or H, T, n] @ x [B, Hkv, n, d]: [B, Hkv, T, d], by query head where heads see other keys."""
+    visible = visible.to(x.dtype)
+    if visible.shape[1] == 1:
+        return visible @ x
+    return grouped_matmul(visible.expand(x.shape[0], -1, -1, -1), x)
 
 
 def own_precision(x: Tensor) -> AbstractContextManager:

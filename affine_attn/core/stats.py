@@ -31,20 +31,24 @@ def attention_statistics(call: Call, rows: ScoreStatistics) -> AttentionStats:
     alpha, beta = call.alpha, call.beta
     z, count = rows.lse, call.count()
     seen = count > 0
+    # A bias of -inf takes a row's weights and leaves its keys visible: to beta, say.
+    scored = seen if call.bias is None else z > float("-inf")
     # On a GPU every operation is a launch, as long as some of the kernel's time: only those that a call needs.
     entropy, normaliser = z - rows.mean, z
-    kept, taken = seen.expand_as(z).to(z.dtype), torch.zeros_like(z)
+    kept, taken = scored.expand_as(z).to(z.dtype), torch.zeros_like(z)
     if (sinks := sink_rows(call, slice(None))) is not None:
-        kept = torch.where(seen, torch.sigmoid(z - sinks), 0.0)
+        kept = torch.where(scored, torch.sigmoid(z - sinks), 0.0)
         taken = 1 - kept
         entropy = kept * entropy - torch.xlogy(kept, kept)
         normaliser = torch.logaddexp(z, sinks.to(z.dtype))
+    if call.bias is not None:
+        entropy, normaliser = (torch.where(scored, x, 0.0) for x in (entropy, normaliser))
     first, row_sum = torch.exp(rows.first - normaliser), kept
     if alpha is not None:
         first, row_sum = alpha * first, alpha * kept
     if beta is not None:
         first, row_sum = first + beta, row_sum + count * beta.to(z.dtype)
-    pairs = count.expand(call.q.shape[0], 1, call.tq).sum(-1)
+    pairs = count.expand(call.q.shape[0], -1, call.tq).sum(-1)
     return AttentionStats(
         torch.where(seen, entropy, 0.0).float(),
         torch.where(seen, first, 0.0).float(),

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.masks import block_of
 from affine_attn.core.nonfinite import all_finite, careful, careful_gradients, is_clean
 from affine_attn.core.stages import (
     coefficients,
     grouped_matmul,
     own_precision,
     probabilities,
+    raw_scores,
     row_dtype,
     rows_of,
     scores,
@@ -43,7 +45,7 @@ def _is_fine(call: Call, *results: Tensor) -> bool:
 
 
 def _forward(call: Call) -> Output:
-    y = torch.empty_like(call.q)
+    y = call.new_output()
     k, v = call.k.to(row_dtype(call.k)), call.v.to(row_dtype(call.v))
     for rows, keys in call.blocks():
         p, _, visible = _probabilities(call, k, rows, keys)
@@ -57,9 +59,9 @@ def _backward(call: Call, dy: Tensor) -> Gradients:
     dtype = row_dtype(call.q)
     k, v = call.k.to(dtype), call.v.to(dtype)
     dq, dk, dv = torch.empty_like(call.q), torch.zeros_like(k), torch.zeros_like(v)
-    dsink, dalpha, dbeta, dgate = (
-        torch.zeros_like(x, dtype=dtype) if isinstance(x, Tensor) else None
-        for x in (call.sink, call.alpha, call.beta, call.gate)
+    dsink, dalpha, dbeta, dgate, dbias = (
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else None
+        for x in (call.sink, call.alpha, call.beta, call.gate, call.bias)
     )
     for rows, keys in call.blocks():
         p, p_sink, visible = _probabilities(call, k, rows, keys)
@@ -86,11 +88,17 @@ def _backward(call: Call, dy: Tensor) -> Gradients:
                 dsink += row.sum((0, 2))
             else:
                 dsink[:, :, rows] = row
+        if dbias is not None:
+            block = block_of(dbias, rows, keys)
+            block += ds.sum_to_size(block.shape)
         factor, _ = coefficients(call, rows, keys)
-        ds = call.scale * (ds if factor is None else ds * factor)
+        ds = ds if factor is None else ds * factor
+        if call.curve is not None:
+            ds = ds * call.curve.derivative(raw_scores(call, k, rows, keys))
+        ds = call.scale * ds
         dq[:, :, rows] = grouped_matmul(ds, k[:, :, keys])
         dk[:, :, keys] += _sum_over_group(ds, call.q[:, :, rows].to(dtype), k)
-    gradients = Gradients(dq, dk, dv, dsink, dalpha, dbeta, dgate)
+    gradients = Gradients(dq, dk, dv, dsink, dalpha, dbeta, dgate, dbias)
     given = zip(call.tensors, gradients, strict=True)
     return Gradients._make(None if x is None or d is None else d.to(x.dtype) for x, d in given)
 
@@ -109,7 +117,7 @@ def _sum_over_group(x: Tensor, m: Tensor, like: Tensor) -> Tensor:
 
 
 def fake(call: Call, facts: Facts) -> Output:
-    return Output(torch.empty_like(call.q))
+    return Output(call.new_output())
 
 
 run = register("blocked", forward, backward, fake)

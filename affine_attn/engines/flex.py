@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import (
 
 from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import Call
-from affine_attn.core.masks import Mask
+from affine_attn.core.masks import Mask, entry
 from affine_attn.core.stages import own_precision, row_dtype
 from affine_attn.engines.needs import Facts, is_traced
 from affine_attn.kernels.epilogue.eager import combine, rescale_by_sink
@@ -78,17 +78,22 @@ def _compiled_all_the_same() -> AbstractContextManager:
 
 
 def _score_mod(call: Call):
-    if call.logit is None:
+    curve, logit, bias = call.curve, call.logit, call.bias
+    if curve is None and logit is None and bias is None:
         return None
-    count = call.count().expand(call.q.shape[0], 1, call.tq).contiguous()
-    logit, heads, tq, tk, dtype = call.logit, call.heads, call.tq, call.tk, row_dtype(call.q)
+    count = None if logit is None else call.count().expand(call.q.shape[0], -1, call.tq).contiguous()
+    heads, tq, tk, dtype = call.heads, call.tq, call.tk, row_dtype(call.q)
     lengths = None if call.mask.lengths is None else call.mask.lengths.to(torch.int64)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        p = i + ((tk if lengths is None else lengths[b]) - tq)
-        factor, offset = logit.coefficients((p - j).to(dtype), count[b, 0, i], h, heads)
-        score = score if factor is None else score * factor
-        return score if offset is None else score + offset
+        score = score if curve is None else curve.curve(score)
+        if logit is not None and count is not None:
+            p = i + ((tk if lengths is None else lengths[b]) - tq)
+            n = count[b, h if count.shape[1] > 1 else 0, i]
+            factor, offset = logit.coefficients((p - j).to(dtype), n, h, heads)
+            score = score if factor is None else score * factor
+            score = score if offset is None else score + offset
+        return score if bias is None else score + entry(bias, b, h, i, j)
 
     return score_mod
 
@@ -101,7 +106,7 @@ def _block_mask(call: Call) -> BlockMask:
     if is_traced(call) or any(x.is_inference() for x in tensors):
         return _new_block_mask(call)
     masks = _block_masks.setdefault(call.mask, {})
-    shape, versions = (call.q.shape[0], call.tq, call.tk, call.q.device), tuple(x._version for x in tensors)
+    shape, versions = (*call.q.shape[:2], call.tq, call.tk, call.q.device), tuple(x._version for x in tensors)
     if shape not in masks or masks[shape][0] != versions:
         # Evaluated first, trained with later: a backward takes no tensor that was made in inference mode.
         with torch.inference_mode(False):
@@ -111,7 +116,8 @@ def _block_mask(call: Call) -> BlockMask:
 
 def _new_block_mask(call: Call) -> BlockMask:
     batch = call.q.shape[0] if call.mask.tensors else None
-    arguments = call.mask.predicate(call.tq, call.tk), batch, None, call.tq, call.tk
+    heads = call.heads if call.mask.is_by_head else None
+    arguments = call.mask.predicate(call.tq, call.tk), batch, heads, call.tq, call.tk
     if call.q.device.type != "cuda":
         return create_block_mask(*arguments, device=call.q.device)
     # Compiled, or the mask itself would be built dense first.

@@ -156,6 +156,8 @@ class Facts(NamedTuple):
     has_grad: bool
     dtype: torch.dtype
     head_dim: int
+    value_dim: int
+    curve: type  # the two parts of stage 1
     logit: type
     causal: bool
     restrictions: tuple[str, ...]  # what hides keys besides causality, by name
@@ -165,6 +167,7 @@ class Facts(NamedTuple):
     has_alpha: bool
     has_beta: bool
     has_gate: bool
+    has_bias: bool
     sizes: Answers | Questions
 
 
@@ -210,6 +213,8 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.needs_grad,
         q.dtype,
         q.shape[3],
+        call.v.shape[3],
+        type(call.curve),
         type(call.logit),
         call.mask.causal,
         call.mask.restrictions,
@@ -219,6 +224,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.alpha is not None,
         call.beta is not None,
         call.gate is not None,
+        call.bias is not None,
         sizes
         if is_tracing
         else Answers(
@@ -253,6 +259,30 @@ def sizes_of(call: Call, f: Facts) -> Sizes:
     )
 
 
+def plain_scores(f: Facts) -> str | None:
+    """What a kernel needs that has neither curves nor a bias of scores."""
+    if f.curve is not type(None):
+        return f"its kernels do not know the {f.curve.__name__} curve"
+    if f.has_bias:
+        return "its kernels have no bias"
+    return None
+
+
+def simple_mask(f: Facts) -> str | None:
+    """What a kernel needs that has no mask of single pairs and no window on both sides."""
+    for name in ("allowed", "window_after"):
+        if name in f.restrictions:
+            return f"its kernels have no mask.{name}"
+    return None
+
+
+def same_widths(f: Facts) -> str | None:
+    """What a kernel needs whose tiles of keys and values are alike."""
+    if f.value_dim != f.head_dim:
+        return f"its kernels have values as wide as keys, not {f.value_dim} channels for {f.head_dim}"
+    return None
+
+
 def transforms(f: Facts) -> str | None:
     """What every engine but the reference needs."""
     if f.has_transforms:
@@ -265,6 +295,8 @@ def decode(f: Facts) -> str | None:
         return reason
     if f.has_grad:
         return "it has no backward"
+    if (reason := plain_scores(f) or simple_mask(f) or same_widths(f)) is not None:
+        return reason
     if not f.sizes.is_short:
         return f"it takes 1 to {MAX_QUERIES} queries"
     if f.sizes.is_broad:
@@ -283,6 +315,8 @@ def fa4(f: Facts) -> str | None:
         return reason
     if f.logit not in (type(None), LogN):
         return f"FlashAttention-4 is given plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    if (reason := plain_scores(f) or same_widths(f)) is not None:
+        return reason
     for name in f.restrictions:
         if name not in ("documents", "window"):
             return f"FlashAttention-4 has no mask.{name}"
@@ -345,6 +379,8 @@ def sdpa(f: Facts) -> str | None:
         return reason
     if f.logit not in (type(None), LogN):
         return f"a stock kernel has plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    if (reason := plain_scores(f) or same_widths(f)) is not None:
+        return reason
     for name in f.restrictions:
         if name != "window":
             return f"a stock kernel has no mask.{name}"
@@ -393,7 +429,9 @@ def flash(f: Facts) -> str | None:
     """What engine "triton" needs, whose kernels are this package's flash kernels."""
     # LogN has moved into q by the time the kernels run.
     if (
-        reason := transforms(f) or score_statistics(f._replace(logit=type(None)) if f.logit is LogN else f)
+        reason := transforms(f)
+        or score_statistics(f._replace(logit=type(None)) if f.logit is LogN else f)
+        or same_widths(f)
     ) is not None:
         return reason
     if not f.causal:
@@ -403,7 +441,7 @@ def flash(f: Facts) -> str | None:
 
 def score_statistics(f: Facts) -> str | None:
     """What the kernel needs that passes over the scores alone; it is less choosy than attention."""
-    if (reason := epilogue(f)) is not None:
+    if (reason := epilogue(f) or plain_scores(f) or simple_mask(f)) is not None:
         return reason
     if "lengths" in f.restrictions:
         return "its kernels have no mask.lengths"

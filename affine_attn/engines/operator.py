@@ -46,16 +46,16 @@ _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 
 def flatten(call: Call) -> tuple[Any, ...]:
     """Return a call as the arguments of an operator."""
-    scale, logit, sink = call.options
-    return *call.tensors, *(getattr(call.mask, name) for name in _MASK), scale, encode_logit(logit), sink
+    options = (encode_logit(x) if _FIELDS[name] == "str" else x for name, x in call.options._asdict().items())
+    return *call.tensors, *(getattr(call.mask, name) for name in _MASK), *options
 
 
 def unflatten(flat: tuple[Any, ...]) -> Call:
     """Return the call of :func:`flatten`."""
     end = _GRADIENTS + len(_MASK)
-    scale, logit, sink = flat[end:]
+    options = Options._make(decode_logit(x) if isinstance(x, str) else x for x in flat[end:])
     mask = Mask(**dict(zip(_MASK, flat[_GRADIENTS:end], strict=True)))
-    return Call.of(Options(scale, decode_logit(logit), sink), mask, *flat[:_GRADIENTS])
+    return Call.of(options, mask, *flat[:_GRADIENTS])
 
 
 def encode_logit(logit: Logit | None) -> str:

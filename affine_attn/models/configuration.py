@@ -107,7 +107,7 @@ class AffineAttnConfig(LlamaConfig):
             Mask(window=self.layer_window(layer))  # raises where it is none
         plan = (self.base_model_tp_plan or {}) | self._stages_tp_plan(specs)
         self.base_model_tp_plan = {name: style for name, style in plan.items() if style}
-        if not self.qk_norm and any(isinstance(spec.logit, ScaleInvariant) for spec in specs):
+        if not self.qk_norm and any(isinstance(spec.scores.logit, ScaleInvariant) for spec in specs):
             warnings.warn(
                 "scale-invariant attention without qk_norm=True: its derivation assumes logits of unit variance",
                 stacklevel=2,

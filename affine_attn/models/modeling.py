@@ -196,8 +196,8 @@ class AffineAttnPreTrainedModel(LlamaPreTrainedModel):
         elif isinstance(module, AffineAttnAttention):
             if module.sinks is not None:
                 init.normal_(module.sinks, std=std)
-            if module.logn_scale is not None and isinstance(module.spec.logit, LogN):
-                init.constant_(module.logn_scale, module.spec.logit.start)
+            if module.logn_scale is not None and isinstance(logit := module.spec.scores.logit, LogN):
+                init.constant_(module.logn_scale, logit.start)
             if module.attn_gate is not None and (gate := module.spec.projected_gate) and gate.starts_at_zero:
                 init.zeros_(module.attn_gate.weight)
             if module.gate_scale is not None:

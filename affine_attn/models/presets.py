@@ -105,8 +105,13 @@ def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnCo
 def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
     """The spec for models trained on sequences of this length."""
     affine = spec.affine and replace(spec.affine, length=length)
-    logit = spec.logit and (replace(spec.logit, length=length) if hasattr(spec.logit, "length") else spec.logit)
-    return replace(spec, affine=affine, logit=logit)
+
+    def lengthened(logit: Any) -> Any:
+        if isinstance(logit, tuple):
+            return tuple(lengthened(part) for part in logit)
+        return replace(logit, length=length) if hasattr(logit, "length") else logit
+
+    return replace(spec, affine=affine, logit=lengthened(spec.logit))
 
 
 def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:
@@ -115,8 +120,8 @@ def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:
     Scale-invariant ones were derived for norms on q and k and hold beyond the training length on p-RoPE; ALiBi is all
     that its models know of positions.
     """
-    if all(isinstance(spec.logit, ScaleInvariant) for spec in specs):
+    if all(isinstance(spec.scores.logit, ScaleInvariant) for spec in specs):
         return {"qk_norm": True, "rope_parameters": {"rope_type": "p_rope", "slowest": max(1.0, length / TURN)}}
-    if all(isinstance(spec.logit, Alibi) for spec in specs):
+    if all(isinstance(spec.scores.logit, Alibi) for spec in specs):
         return {"rope_parameters": {"rope_type": "nope"}}
     return {}

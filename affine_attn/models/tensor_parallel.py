@@ -30,9 +30,10 @@ class HeadParallel(TensorParallelLayer):
         setattr(module, param, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
     def install_forward(self, module: AttentionLayer, mesh: DeviceMesh) -> nn.Module:
-        if (logit := module.spec.logit) is not None and not logit.same_in_all_heads:
-            name = type(logit).__name__
-            raise UserError(f"tensor parallelism: {name} depends on a head's number, a rank counts only its own")
+        for logit in module.spec.scores:
+            if logit is not None and not logit.same_in_all_heads:
+                name = type(logit).__name__
+                raise UserError(f"tensor parallelism: {name} depends on a head's number, a rank counts only its own")
         return super().install_forward(module, mesh)
 
 

@@ -81,7 +81,7 @@ class AttentionLayer(nn.Module):
         gate = self.spec.projected_gate
         self.attn_gate = nn.Linear(dim, width if gate.per_channel else heads, bias=False) if gate else None
         self.gate_scale = nn.Parameter(torch.empty(heads)) if self.spec.gate == "learned" else None
-        self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.logit, LogN) else None
+        self.logn_scale = nn.Parameter(torch.empty(heads)) if isinstance(self.spec.scores.logit, LogN) else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,8 +94,8 @@ class AttentionLayer(nn.Module):
             self.alpha.reset_parameters()
         if self.sinks is not None:
             nn.init.normal_(self.sinks, std=self.init_std)
-        if self.logn_scale is not None and isinstance(self.spec.logit, LogN):
-            nn.init.constant_(self.logn_scale, self.spec.logit.start)
+        if self.logn_scale is not None and isinstance(logit := self.spec.scores.logit, LogN):
+            nn.init.constant_(self.logn_scale, logit.start)
         if self.attn_gate is not None and (gate := self.spec.projected_gate) and gate.starts_at_zero:
             nn.init.zeros_(self.attn_gate.weight)
         if self.gate_scale is not None:
@@ -136,7 +136,7 @@ class AttentionLayer(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         # Before alpha counts the tokens that it leaves visible; attention would say so too late.
-        mask.check(x.shape[0], k.shape[2], x.device)
+        mask.check((*q.shape[:3], k.shape[2]), x.device)
         y = self.attend(x, q, k, v, mask, impl)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

@@ -247,7 +247,7 @@ def _spec_text(spec: AttentionSpec) -> str:
     """The variant's name; the stages of a spec that has none."""
     if name := variant_name([spec]):
         return name
-    stages = [] if spec.logit is None else [_changed_fields(spec.logit)]
+    stages = list(dict.fromkeys(_changed_fields(part) for part in spec.scores if part is not None))
     stages += [] if spec.sink is None else [f"sink {spec.sink}"]
     stages += [] if spec.affine is None else [_changed_fields(spec.affine)]
     stages += [] if spec.gate is None else [f"{spec.gate} gate"]

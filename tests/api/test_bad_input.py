@@ -16,6 +16,7 @@ from affine_attn import (
     Mask,
     Rope,
     ScaleInvariant,
+    SoftCap,
     attention,
     attention_stats,
     explain,
@@ -56,7 +57,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     "mixed_devices": (call(k=on_meta(K)), r"^k is on meta, q is on cpu"),
     "batches": (call(q=Q[:1]), r"q \[1, 4, 5, 8\] and k \[2, 2, 5, 8\] must agree in batch"),
     "head_dims": (call(q=Q[..., :4]), r"q \[2, 4, 5, 4\] and k \[2, 2, 5, 8\] must agree in .*head_dim"),
-    "key_and_value_lengths": (call(v=V[:, :, :4]), r"k and v .*same shape, got \[2, 2, 5, 8\] and \[2, 2, 4, 8\]"),
+    "key_and_value_lengths": (call(v=V[:, :, :4]), r"k and v .*same shape, .*got \[2, 2, 5, 8\] and \[2, 2, 4, 8\]"),
     "heads_do_not_divide": (call(q=Q[:, :3]), r"q has 3 heads, k has 2.*multiple"),
     "no_kv_heads": (call(k=K[:, :0], v=V[:, :0]), r"q has 4 heads, k has 0.*multiple"),
     "no_channels": (
@@ -92,6 +93,29 @@ BAD: dict[str, tuple[Callable, str]] = {
         call(gate=Q[..., :3]),
         r"^gate must have shape \[2, 4, 5, 8\] or \[2, 4, 5, 1\], got \[2, 4, 5, 3\]",
     ),
+    "gate_of_narrow_values": (
+        call(v=V[..., :3], gate=Q),
+        r"^gate must have shape \[2, 4, 5, 3\] or \[2, 4, 5, 1\], got \[2, 4, 5, 8\]",
+    ),
+    "bias_number": (call(bias=0.5), r"^bias must be a Tensor, got float"),
+    "bias_shape": (
+        call(bias=torch.zeros(KV, T, T)),
+        r"^bias must be broadcastable to \[2, 4, 5, 5\], got \[2, 5, 5\]",
+    ),
+    "bias_5d": (call(bias=torch.zeros(1, 1, 1, T, T)), r"^bias must be broadcastable to .*got \[1, 1, 1, 5, 5\]"),
+    "bias_dtype": (call(bias=torch.zeros(T, T).long()), r"^bias must be torch.float32.*got torch.int64"),
+    "bias_device": (call(bias=on_meta(torch.zeros(T, T))), r"^bias is on meta, q is on cpu"),
+    "two_curves": (call(logit=(SoftCap(), SoftCap(2.0))), r"^logit may have one with a curve and one with coeff"),
+    "two_coefficients": (call(logit=(LogN(), Alibi())), r"^logit may have one with a curve and one with coeff"),
+    "logit_in_a_tuple": (
+        call(logit=(SoftCap(), "alibi")),
+        r"^logit must be None or one of .*, got \(SoftCap\(.*'alibi'",
+    ),
+    "curve_not_causal": (
+        call(logit=(SoftCap(), ScaleInvariant()), mask=Mask(causal=False)),
+        r"^logit ScaleInvariant needs a causal mask",
+    ),
+    "softcap": (lambda: SoftCap(0.0), r"SoftCap: cap must be a number > 0, got 0.0"),
     "gate_without_channels": (call(gate=ROWS), r"^gate must have shape .*got \[2, 4, 5\]"),
     "gate_dtype": (call(gate=Q.double()), r"^gate must be torch.float32.*got torch.float64"),
     # masks
@@ -130,6 +154,14 @@ BAD: dict[str, tuple[Callable, str]] = {
         masked(lengths=torch.tensor([-1, T])),
         r"lengths must be from 0 to the 5 key slots, got \[-1, 5\]",
     ),
+    "allowed_floats": (masked(allowed=torch.zeros(T, T)), r"allowed must be a bool tensor, got torch.float32"),
+    "allowed_shape": (
+        masked(allowed=torch.ones(T, 4).bool()),
+        r"mask.allowed must be broadcastable to \[2, 4, 5, 5\], got \[5, 4\]",
+    ),
+    "allowed_device": (masked(allowed=on_meta(torch.ones(T, T).bool())), r"allowed is on meta, q is on cpu"),
+    "window_after_causal": (masked(window_after=2), r"window_after needs causal=False"),
+    "window_after_minus_1": (masked(causal=False, window_after=-1), r"window_after must be an integer >= 0, got -1"),
     "causal_tensor": (lambda: Mask(torch.ones(B, T).bool()), r"causal must be True or False, got Tensor"),
     "causal_none": (masked(causal=None), r"causal must be True or False, got NoneType"),
     # engines

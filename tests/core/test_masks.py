@@ -1,5 +1,8 @@
 """Who sees whom: everything a mask derives, against the definition written out pair by pair."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -18,8 +21,14 @@ def _sees(mask: Mask, b: int, i: int, j: int, tq: int, tk: int) -> bool:
         return False
     if mask.causal and j > p:
         return False
-    if mask.window is not None and not p - mask.window < j <= p:
+    if mask.window is not None and j <= p - mask.window:
         return False
+    if mask.window_after is not None and j > p + mask.window_after:
+        return False
+    if mask.allowed is not None:
+        allowed = mask.allowed.expand(max(b + 1, mask.allowed.shape[0]), 1, tq, tk)
+        if not allowed[b, 0, i, j]:
+            return False
     # A query in front of the first slot belongs to no document.
     if mask.documents is not None and (p < 0 or mask.documents[b, j] != mask.documents[b, p]):
         return False
@@ -39,13 +48,21 @@ def cases(draw) -> tuple[Mask, int, int, int]:
         return torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)), dtype=dtype)
 
     causal = draw(st.booleans())
+    after = None if causal else draw(st.none() | st.integers(0, tk + 1))
+    allowed = None
+    if draw(st.booleans()):
+        sizes = [draw(st.sampled_from([1, size])) for size in (batch, 1, tq, tk)]
+        entries = draw(st.lists(st.booleans(), min_size=math.prod(sizes), max_size=math.prod(sizes)))
+        allowed = torch.tensor(entries, dtype=torch.bool).view(sizes)
     mask = Mask(
         causal=causal,
-        window=draw(st.none() | st.integers(1, tk + 2)) if causal else None,
+        window=draw(st.none() | st.integers(1, tk + 2)) if causal or after is not None else None,
         # Ids may come back after another document, be negative or far apart.
         documents=rows(st.sampled_from([0, 1, -3, 10**6]), tk) if draw(st.booleans()) else None,
         padding=rows(st.booleans(), tk, torch.bool) if draw(st.booleans()) else None,
         lengths=rows(st.integers(0, tk), 1)[:, 0] if draw(st.booleans()) else None,
+        window_after=after,
+        allowed=allowed,
     )
     return mask, batch, tq, tk
 
@@ -112,6 +129,29 @@ def test_a_block_of_visible_is_a_cut_of_the_whole(case, data):
     keys = slice(data.draw(st.integers(0, tk)), tk)
     whole = mask.visible(tq, tk, CPU, slice(0, tq), slice(0, tk))
     assert torch.equal(mask.visible(tq, tk, CPU, rows, keys), whole[:, :, rows, keys])
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 5, 1), (3, 1, 8)], ids=str)
+def test_heads_that_see_other_keys_have_masks_of_their_own(shape):
+    allowed = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.4
+    by_head = Mask(documents=torch.tensor([[0] * 3 + [1] * 5, [2] * 8]), allowed=allowed)
+    assert by_head.is_by_head
+    everything = slice(0, 5), slice(0, 8)
+    for h in range(3):
+        one = replace(by_head, allowed=allowed[..., h : h + 1, :, :])
+        assert not one.is_by_head
+        visible = one.visible(5, 8, CPU, *everything)[:, 0]
+        assert torch.equal(by_head.visible(5, 8, CPU, *everything)[:, h], visible)
+        assert torch.equal(by_head.count(5, 8, CPU)[:, h], one.count(5, 8, CPU)[:, 0])
+        assert torch.equal(by_head.first(5, 8, CPU)[:, h], one.first(5, 8, CPU)[:, 0])
+        b, i, j = torch.arange(2)[:, None, None], torch.arange(5)[:, None], torch.arange(8)
+        assert torch.equal(by_head.predicate(5, 8)(b, torch.tensor(h), i, j), visible)
+
+
+def test_key_range_is_tight_for_windows_on_both_sides():
+    mask = Mask(causal=False, window=3, window_after=2)
+    assert mask.key_range(10, 20, slice(2, 4)) == slice(10, 16)
+    assert mask.band(10, 20) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from torch.autograd import forward_ad
 from torch.func import jacfwd, jacrev, jvp
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from affine_attn import Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, attention
+from affine_attn import Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, SoftCap, attention
 from affine_attn.bench import accuracy
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs, value_and_gradients
-from tests.support.cases import SPECS
+from affine_attn.core.spec import scores_of
+from tests.support.cases import BIASES, CURVES, SPECS
 
 ENGINES = ("reference", "sdpa", "blocked")
 
@@ -133,6 +134,13 @@ GRADCHECK = {
     "distance_headwise": (SPECS["scale_invariant+sink+affine+headwise"], Mask(), True),
     "alibi": (AttentionSpec(logit=Alibi(), sink="learned", gate="headwise"), Mask(), False),
     "window": (SPECS["sink+affine+gate"], Mask(window=2), True),
+    "curve": (CURVES["softcap+every_stage"], Mask(), True),
+    "curve_of_many_keys": (CURVES["softcap+logn+gated"], Mask(causal=False, window=2, window_after=1), True),
+    "pairs": (
+        CURVES["softcap+every_stage"],
+        Mask(allowed=torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]) > 0),
+        True,
+    ),
 }
 
 
@@ -144,6 +152,10 @@ GRADCHECK = {
 def test_gradients_are_those_of_finite_differences(case, impl):
     spec, mask, per_token_sink = GRADCHECK[case]
     inputs = _tiny(spec, per_token_sink)
+    if case in ("curve", "curve_of_many_keys", "pairs"):
+        inputs = _tiny(spec, per_token_sink, Shape(1, 2, 1, 3, 4, 2, 3))
+        inputs["sink"] = torch.randn(1, 2, 3, dtype=torch.float64)
+        inputs["bias"] = torch.randn({"curve": (3, 4), "pairs": (2, 3, 1)}.get(case, (1, 2, 3, 4)), dtype=torch.float64)
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor)}
     assert leaves.keys() >= {"q", "k", "v", "sink"}
 
@@ -159,7 +171,8 @@ def _by_hand(inputs: dict, sees, distance) -> list:
     optional = {n: inputs[n].tolist() if isinstance(inputs.get(n), Tensor) else inputs.get(n) for n in inputs}
     batch, heads, queries, dim = inputs["q"].shape
     kv_heads, keys = inputs["k"].shape[1:3]
-    logit = inputs["logit"]
+    logits = inputs["logit"] if isinstance(inputs["logit"], tuple) else (inputs["logit"],)
+    bias = inputs["bias"].expand(batch, heads, queries, keys).tolist() if "bias" in inputs else None
     y = []
     for b in range(batch):
         for h in range(heads):
@@ -170,19 +183,23 @@ def _by_hand(inputs: dict, sees, distance) -> list:
                 for j in visible:
                     s = sum(q[b][h][i][c] * k[b][kv][j][c] for c in range(dim)) / math.sqrt(dim)
                     t = distance(b, i, j)
-                    if isinstance(logit, ScaleInvariant):
-                        s = math.sqrt(1 + 2 * math.log(1 + t / logit.tau)) * s - 2 * math.log(1 + t / logit.tau)
-                    elif isinstance(logit, LogN):
-                        s = math.log(len(visible)) * s
-                    elif isinstance(logit, Alibi):
-                        s = s - 2 ** (-8 * (h + 1) / heads) * abs(t)
-                    elif logit is not None:
-                        raise NotImplementedError(f"the formula of {type(logit).__name__} is to be written down here")
+                    for logit in sorted(logits, key=lambda logit: not isinstance(logit, SoftCap)):
+                        if isinstance(logit, SoftCap):
+                            s = logit.cap * math.tanh(s / logit.cap)
+                        elif isinstance(logit, ScaleInvariant):
+                            s = math.sqrt(1 + 2 * math.log(1 + t / logit.tau)) * s - 2 * math.log(1 + t / logit.tau)
+                        elif isinstance(logit, LogN):
+                            s = math.log(len(visible)) * s
+                        elif isinstance(logit, Alibi):
+                            s = s - 2 ** (-8 * (h + 1) / heads) * abs(t)
+                        elif logit is not None:
+                            raise NotImplementedError(f"write the formula of {type(logit).__name__} down here")
+                    s = s if bias is None else s + bias[b][h][i][j]
                     exps[j] = math.exp(s)
                 total = sum(exps.values())
                 if (sink := optional.get("sink")) is not None:
                     total += math.exp(sink[h] if isinstance(sink, list) else sink)
-                for d in range(dim):
+                for d in range(inputs["v"].shape[3]):
                     out = 0.0
                     for j in visible:
                         w = exps[j] / total
@@ -218,6 +235,44 @@ def test_every_variant_equals_plain_loops(name, masked):
     for impl in ("reference", "auto"):
         y = attention(**inputs, mask=mask, impl=impl)
         torch.testing.assert_close(y, expected.view_as(y), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("masked", ["allowed", "two_sided"])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("name", [*CURVES, "sink+affine+gate"])
+def test_what_a_call_can_add_equals_plain_loops(name, bias, masked):
+    """Curves, biases that hide keys, values of another width, masks of pairs and windows on both sides."""
+    shape = Shape(2, 4, 2, 4, 6, 3, 2)
+    inputs = _tiny((CURVES | SPECS)[name], shape=shape)
+    inputs["bias"] = (x := torch.randn(BIASES[bias](shape), dtype=torch.float64)).masked_fill(x > 1.5, -math.inf)
+    older, allowed = shape.tk - shape.tq, torch.rand(2, 1, 4, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+    allowed[:, :, :, 0] = True
+    mask, sees = {
+        "allowed": (Mask(allowed=allowed), lambda b, i, j: j <= i + older and bool(allowed[b, 0, i, j])),
+        "two_sided": (
+            Mask(causal=False, window=2, window_after=1),
+            lambda b, i, j: i + older - 2 < j <= i + older + 1,
+        ),
+    }[masked]
+    if any(part is not None and part.needs_causal for part in scores_of(inputs["logit"])) and not mask.causal:
+        with pytest.raises(ValueError, match="needs a causal mask"):
+            attention(**inputs, mask=mask)
+        return
+    y = attention(**inputs, mask=mask, impl="reference")
+    expected = torch.tensor(_by_hand(inputs, sees, lambda b, i, j: i + older - j), dtype=torch.float64)
+    torch.testing.assert_close(y, expected.view_as(y), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_bias_is_the_additive_mask_of_pytorch(impl):
+    inputs = random_inputs(AttentionSpec(), Shape(2, 6, 2, 9, 12, 16), torch.float64, bias=(6, 9, 12))
+    del inputs["logit"]
+    dy = torch.randn_like(inputs["q"])
+    ours = value_and_gradients(lambda **x: attention(**x, mask=Mask(causal=False), impl=impl), inputs, dy)
+    theirs = value_and_gradients(
+        lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True), inputs, dy
+    )
+    _assert_all_close(ours, theirs)
 
 
 def _lse_gradient_dropped(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, logit: None) -> Tensor:

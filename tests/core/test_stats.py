@@ -8,20 +8,32 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from affine_attn import AttentionSpec, AttentionStats, Mask, ScaleInvariant, attention, attention_stats
+from affine_attn import (
+    Alibi,
+    AttentionSpec,
+    AttentionStats,
+    Mask,
+    ScaleInvariant,
+    SoftCap,
+    attention,
+    attention_stats,
+)
 from affine_attn.bench.accuracy import Shape, random_inputs
-from tests.support.cases import MASKS, SPECS
+from affine_attn.core.spec import scores_of
+from tests.support.cases import BIASES, MASKS, PAIR_MASKS, SPECS
 
 B, H, KV, TQ, TK, D = 3, 4, 2, 11, 14, 8
 CPU = torch.device("cpu")
 
 
-def _dense(q: Tensor, k: Tensor, mask: Mask, logit, sink, alpha, beta) -> AttentionStats:
+def _dense(q: Tensor, k: Tensor, mask: Mask, logit, sink, alpha, beta, bias=None) -> AttentionStats:
     """Every statistic from its definition on the whole matrix; only visibility is taken from the package."""
     tq, tk = q.shape[2], k.shape[2]
     visible = mask.visible(tq, tk, CPU, slice(0, tq), slice(0, tk))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = q @ k.mT / math.sqrt(q.shape[3])
+    curve, logit = scores_of(logit)
+    s = s if curve is None else curve.cap * torch.tanh(s / curve.cap)
     lengths = torch.full((q.shape[0],), tk) if mask.lengths is None else mask.lengths
     distance = (torch.arange(tq)[:, None] - torch.arange(tk) + (lengths - tq)[:, None, None, None]).double()
     name = type(logit).__name__
@@ -32,6 +44,7 @@ def _dense(q: Tensor, k: Tensor, mask: Mask, logit, sink, alpha, beta) -> Attent
         s = s * visible.sum(-1, keepdim=True).clamp(min=1).double().log()
     elif name == "Alibi":
         s = s - 2 ** (-8 * (torch.arange(q.shape[1])[:, None, None] + 1) / q.shape[1]) * distance.abs()
+    s = s if bias is None else s + bias
     e = torch.where(visible, s.exp(), 0.0)
     e_sink = torch.zeros(1) if sink is None else torch.as_tensor(sink, dtype=torch.float64).exp().reshape(-1, 1, 1)
     total = e.sum(-1, keepdim=True) + e_sink
@@ -75,6 +88,20 @@ def test_statistics_are_those_of_the_explicit_weights(mask, logit, sink, affine)
     arguments = (inputs["q"], inputs["k"], made)
     options = {"logit": LOGITS[logit], "sink": SINKS[sink], "alpha": alpha, "beta": beta}
     _assert_same(attention_stats(*arguments, **options), _dense(*arguments, **options))
+
+
+@pytest.mark.parametrize("bias", [None, *BIASES])
+@pytest.mark.parametrize("mask", [*PAIR_MASKS, "causal", "documents"])
+def test_statistics_of_curves_biases_and_masks_of_pairs(mask, bias):
+    """Of rows, too, in which a bias of -inf leaves nothing but the beta of a visible key."""
+    shape = Shape(B, H, KV, TQ, TK, D)
+    inputs = random_inputs(SPECS["sink+affine+gate"], shape, torch.float64, bias=bias and BIASES[bias](shape))
+    made = (PAIR_MASKS | MASKS)[mask](shape, CPU)
+    names = ["alpha", "beta", *(["bias"] if bias else [])]
+    for sink, logit in ((None, SoftCap(0.7)), (inputs["sink"], (SoftCap(0.7), Alibi())), (0.5, None)):
+        options = {"logit": logit, "sink": sink} | {name: inputs[name] for name in names}
+        arguments = (inputs["q"], inputs["k"], made)
+        _assert_same(attention_stats(*arguments, **options), _dense(*arguments, **options))
 
 
 @pytest.mark.parametrize(

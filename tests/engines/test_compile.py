@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, attention
+from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, Mask, ScaleInvariant, SoftCap, attention
 from affine_attn.bench.accuracy import Shape, random_inputs, value_and_gradients
 from affine_attn.core.call import checked_call
 from affine_attn.engines.operator import flatten, unflatten
 from affine_attn.kernels import launch
-from tests.support.cases import SPECS
+from tests.support.cases import CURVES, SPECS
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
 # Each engine that is an operator, on a call that has every stage.
@@ -24,11 +24,16 @@ CALLS = {
     "sdpa_logn": (SPECS["logn"], Mask(causal=False)),
     "blocked": (SPECS["scale_invariant+sink+affine+headwise"], Mask(documents=DOCUMENTS)),
     "blocked_window": (SPECS["affine_gated"], Mask(window=3)),
+    "blocked_options": (CURVES["softcap+every_stage"], Mask(allowed=torch.arange(9) % 4 != 2)),
+    "blocked_two_sided": (CURVES["softcap+logn+gated"], Mask(causal=False, window=4, window_after=2)),
 }
 
 
 def _inputs(case: str, tq: int = 9, dtype: torch.dtype = torch.float32) -> dict:
-    return random_inputs(CALLS[case][0], Shape(1, 4, 2, tq, 9, 8), dtype)
+    """Those with options have a bias and narrow values."""
+    has_options = case in ("blocked_options", "blocked_two_sided")
+    shape = Shape(1, 4, 2, tq, 9, 8, 4 if has_options else None)
+    return random_inputs(CALLS[case][0], shape, dtype, bias=(4, tq, 9) if has_options else None)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,7 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
     """
     impl, (_, mask) = case.split("_")[0], CALLS[case]
     inputs = _inputs(case, tq)
-    dy = torch.randn_like(inputs["q"])
+    dy = torch.randn(*inputs["q"].shape[:3], inputs["v"].shape[3])
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     results = [
         value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy)
@@ -148,11 +153,13 @@ def test_a_compiled_layer_adds_to_the_same_alpha_sums(padded):
     torch.testing.assert_close(sums[0], sums[1])
 
 
-@pytest.mark.parametrize("stages", ["every_stage", "plain"])
-@pytest.mark.parametrize("engine", ["sdpa", "blocked"])
-def test_operators_keep_the_rules_of_torch_library(engine, stages):
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [(engine, case) for engine in ("sdpa", "blocked") for case in (engine, "sdpa_plain")]
+    + [("blocked", "blocked_options"), ("blocked", "blocked_two_sided")],
+)
+def test_operators_keep_the_rules_of_torch_library(engine, case):
     """Schema, fake implementation, autograd registration and tracing with symbolic shapes."""
-    case = engine if stages == "every_stage" else "sdpa_plain"
     mask = CALLS[case][1]
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
     leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
@@ -163,9 +170,13 @@ def test_operators_keep_the_rules_of_torch_library(engine, stages):
 def test_an_operator_gets_all_of_a_call():
     """Also that documents lie in order, so that nothing is sorted."""
     inputs = random_inputs(SPECS["scale_invariant+sink+affine+headwise"], Shape(1, 2, 1, 9, 9, 16))
-    mask = Mask.packed([3, 6], window=4)
-    mask = replace(mask, padding=torch.ones(1, 9, dtype=torch.bool), lengths=torch.tensor([9]))
-    for call in (checked_call(**inputs, mask=mask, scale=0.3), checked_call(**inputs | {"sink": 2.0})):
+    real = torch.ones(1, 9, dtype=torch.bool)
+    mask = replace(Mask.packed([3, 6], window=4), padding=real, lengths=torch.tensor([9]), allowed=real)
+    for call in (
+        checked_call(**inputs, mask=mask, scale=0.3, bias=torch.randn(9)),
+        checked_call(**inputs | {"sink": 2.0, "logit": (SoftCap(), inputs["logit"])}),
+        checked_call(**inputs | {"logit": None}, mask=Mask(causal=False, window=1, window_after=0)),
+    ):
         arguments = flatten(call)
         again = unflatten(arguments)
         assert again.options == call.options

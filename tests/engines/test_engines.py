@@ -25,8 +25,7 @@ from tests.support.fp32_sums import assert_fp32_sums
 
 
 def _arguments(case: Case, device: str = "cpu"):
-    inputs = random_inputs(case.spec, case.shape, case.dtype, device, largest_logit=case.largest_logit)
-    return inputs, case.mask(case.shape, torch.device(device))
+    return case.arguments(device)
 
 
 def _runs(engine: str, case: Case, device: str = "cpu") -> bool:

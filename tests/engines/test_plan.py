@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import affine_attn
-from affine_attn import Mask, attention, explain
+from affine_attn import LogN, Mask, ScaleInvariant, SoftCap, attention, explain
 from affine_attn.bench.accuracy import Shape, random_inputs
 from affine_attn.core.call import Call, checked_call
 from affine_attn.engines import needs, plan
@@ -29,6 +29,21 @@ SETTINGS = {
     "training, deterministic": (2048, True, True),
     "training, 16384 tokens": (16384, True, False),
     "decoding": (1, False, False),
+}
+
+
+# What a call can add, by the width of its values and the options.
+OPTIONS: dict[str, tuple[int, dict]] = {
+    "softcap": (64, {"logit": SoftCap()}),
+    "softcap+scale_invariant": (64, {"logit": (SoftCap(), ScaleInvariant())}),
+    "softcap+logn": (64, {"logit": (SoftCap(), LogN())}),
+    "bias": (64, {"bias": torch.empty(4, 1, 1)}),
+    "allowed": (64, {"mask": Mask(allowed=torch.ones(1, 1, dtype=torch.bool))}),
+    "two_sided": (64, {"mask": Mask(causal=False, window=64, window_after=64)}),
+    "narrow_values": (32, {}),
+    "wide_values": (128, {}),
+    "narrow_values+window": (32, {"mask": Mask(window=64)}),
+    "narrow_values+softcap": (32, {"logit": SoftCap()}),
 }
 
 
@@ -76,6 +91,17 @@ def decisions() -> str:
             masks.setdefault(plans, []).append(mask)
         lines += [f"{' '.join(names)}\n{plans}" for plans, names in masks.items()]
         lines.append("\n")
+    for machine, (setting, (queries, grad, deterministic)) in itertools.product(MACHINES, SETTINGS.items()):
+        lines.append(f"## options, {machine}, {setting}\n")
+        found = {}
+        for name, (value_dim, options) in OPTIONS.items():
+            dtype = torch.float32 if machine == "cpu" else torch.bfloat16
+            q, k = torch.empty(1, 4, queries, 64, dtype=dtype), torch.empty(1, 2, max(queries, 2048), 64, dtype=dtype)
+            rows = {"sink": 0.0, "alpha": q[..., 0], "beta": q[..., 0]}
+            call = checked_call(q, k, k[..., :1].expand(-1, -1, -1, value_dim), **rows, **options)
+            found.setdefault(_decision(call, machine, grad, deterministic), []).append(name)
+        lines += [f"{decision}\n    {' '.join(names)}\n" for decision, names in found.items()]
+        lines.append("\n")
     return "".join(lines)
 
 
@@ -88,7 +114,7 @@ def test_decisions_are_those_of_the_table():
 def test_asked_one_by_one_facts_give_the_same_engine_as_remembered(machine):
     """A compiler asks each question when a reason needs it; eager calls answer all of them at once."""
     for case in CASES[::7]:
-        inputs, mask = random_inputs(case.spec, case.shape, case.dtype), case.mask(case.shape, torch.device("cpu"))
+        inputs, mask = case.arguments()
         call = checked_call(**inputs, mask=mask)
         f = needs.facts_of(call, MACHINES[machine])
         assert plan.choose(f._replace(sizes=needs.Questions(call))) == plan.engine(f)

@@ -200,8 +200,7 @@ DISTANCE_CASES = [case for case in CASES if case.dtype == torch.float32 and case
 @interpreted
 @pytest.mark.parametrize("case", DISTANCE_CASES, ids=str)
 def test_the_triton_engine(case):
-    inputs = random_inputs(case.spec, case.shape, largest_logit=case.largest_logit)
-    mask = case.mask(case.shape, torch.device("cpu"))
+    inputs, mask = case.arguments()
     reason = why_not("triton", checked_call(**inputs, mask=mask))
     if reason is not None:
         pytest.skip(reason)

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, variant
+from affine_attn import VARIANTS, Affine, AttentionLayer, AttentionSpec, LogN, Rope, ScaleInvariant, SoftCap, variant
 from affine_attn.core import spec as spec_module
 from affine_attn.core.call import checked_call
-from affine_attn.core.spec import Logit
+from affine_attn.core.spec import Coefficients, Logit
 from affine_attn.engines.operator import decode_logit, encode_logit
 from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
 from affine_attn.nn.rope import rotate
-from tests.support.cases import SPECS
+from tests.support.cases import CURVES, SPECS
 
 DIM, HEADS, KV = 24, 4, 2
 
@@ -221,7 +221,7 @@ def test_an_unrotated_pair_of_channels_is_left_alone():
     assert not torch.equal(y, x)
 
 
-VALUES = SPECS | {
+VALUES = (SPECS | CURVES) | {
     "infinite_sink": AttentionSpec(sink=-math.inf),
     "negative_sink": AttentionSpec(sink=-1.5),
     "keys": AttentionSpec(affine=Affine(length="keys", per_head=False, beta=True, start=1.0, alpha_range=2.0)),
@@ -240,7 +240,8 @@ def test_a_spec_is_plain_json_and_back(name):
 def test_a_spec_survives_pickling_and_the_operator_s_string(name):
     spec = VALUES[name]
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert decode_logit(encode_logit(spec.logit)) == spec.logit
+    for part in spec.scores:
+        assert decode_logit(encode_logit(part)) == part
 
 
 @pytest.fixture
@@ -290,6 +291,47 @@ def test_a_logit_is_a_class_of_its_own_with_a_name_of_its_own(logits):
 
     with pytest.raises(ValueError, match="logit must be None or one of ScaleInvariant"):
         AttentionSpec(logit=Logit())
+
+
+def test_a_logit_of_ones_own_with_a_curve_and_coefficients(logits):
+    @dataclass(frozen=True)
+    class Cubic(Logit):
+        strength: float = 0.1
+        kind = "cubic"
+        needs_causal = False
+
+        def curve(self, x):
+            return x + self.strength * x**3
+
+        def derivative(self, x):
+            return 1 + 3 * self.strength * x**2
+
+        def coefficients(self, distance, count, head, heads):
+            return Coefficients(None, -distance.abs())
+
+    x, spec = torch.randn(2, 9, DIM), AttentionSpec(logit=Cubic(), sink="learned")
+    assert spec.scores == (Cubic(), Cubic())
+    layer = _layer(spec)
+    y, *others = (layer(x, impl=impl) for impl in ("reference", "auto", "blocked"))
+    for other in others:
+        torch.testing.assert_close(other, y)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
+    with pytest.raises(TypeError, match="Bent must have both, a curve and its derivative"):
+
+        class Bent(Logit):
+            kind = "bent"
+
+            def curve(self, x):
+                return x
+
+    with pytest.raises(ValueError, match="one with a curve and one with coefficients"):
+        AttentionSpec(logit=(Cubic(), SoftCap()))
+
+
+def test_the_learned_scale_of_logn_is_there_under_a_curve():
+    layer = _layer(AttentionSpec(logit=(SoftCap(5.0), LogN(64))))
+    assert layer.logn_scale is not None
+    torch.testing.assert_close(layer.logn_scale, torch.full((HEADS,), 1 / math.log(64)))
 
 
 @pytest.mark.parametrize("value", [True, "3", None])

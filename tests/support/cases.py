@@ -1,13 +1,14 @@
 """The one case table: every variant and engine meets every shape, mask and dtype that is different in kind."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from affine_attn import VARIANTS, Affine, AttentionSpec, Mask, ScaleInvariant
-from affine_attn.bench.accuracy import Shape
+from affine_attn import VARIANTS, Affine, Alibi, AttentionSpec, LogN, Mask, ScaleInvariant, SoftCap
+from affine_attn.bench.accuracy import Shape, random_inputs
 
 # Learned sinks of six heads, of all kinds.
 SINKS = torch.tensor([-torch.inf, -8.0, 8.0, 40.0, torch.inf, 0.0])
@@ -20,11 +21,19 @@ class Case(NamedTuple):
     mask: Callable[[Shape, torch.device], Mask]
     dtype: torch.dtype
     largest_logit: float | None = None
+    bias: str | None = None  # a key of BIASES
 
     def __str__(self) -> str:
         hot = "" if self.largest_logit is None else f"-logit{self.largest_logit:g}"
-        mask = next(name for name, make in MASKS.items() if make is self.mask)
-        return f"{self.name}-{self.shape}-{mask}-{str(self.dtype).removeprefix('torch.')}{hot}"
+        bias = "" if self.bias is None else f"-bias_{self.bias}"
+        mask = next(name for name, make in (MASKS | PAIR_MASKS).items() if make is self.mask)
+        return f"{self.name}-{self.shape}-{mask}-{str(self.dtype).removeprefix('torch.')}{hot}{bias}"
+
+    def arguments(self, device: str = "cpu") -> tuple[dict[str, Any], Mask]:
+        """Return the arguments of ``attention``, and its mask."""
+        bias = None if self.bias is None else BIASES[self.bias](self.shape)
+        inputs = random_inputs(self.spec, self.shape, self.dtype, device, 0, self.largest_logit, bias)
+        return inputs, self.mask(self.shape, torch.device(device))
 
 
 def _documents(s: Shape, device, count: int = 3) -> torch.Tensor:
@@ -72,6 +81,34 @@ MASKS: dict[str, Callable[[Shape, torch.device], Mask]] = {
     ),
 }
 
+
+def _pairs(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7)).to(device) > 0.3
+
+
+# Masks of single pairs and of two-sided windows: only some engines have them.
+PAIR_MASKS: dict[str, Callable[[Shape, torch.device], Mask]] = {
+    "allowed": lambda s, d: Mask(allowed=_pairs(s.tq, s.tk, device=d)),
+    "allowed_by_head": lambda s, d: Mask(documents=_documents(s, d), allowed=_pairs(s.heads, s.tq, s.tk, device=d)),
+    "allowed_by_row": lambda s, d: Mask(padding=_left_padding(s, d), allowed=_pairs(s.batch, 1, s.tq, 1, device=d)),
+    "two_sided": lambda s, d: Mask(causal=False, window=3, window_after=2),
+    "after": lambda s, d: Mask(causal=False, window_after=4, lengths=_lengths(s, d)),
+    "all_both_ways": lambda s, d: Mask(
+        causal=False,
+        window=9,
+        window_after=1,
+        documents=_documents(s, d),
+        lengths=_lengths(s, d),
+        allowed=_pairs(s.batch, s.heads, s.tq, s.tk, device=d),
+    ),
+}
+BIASES: dict[str, Callable[[Shape], tuple[int, ...]]] = {
+    "all": lambda s: (s.batch, s.heads, s.tq, s.tk),
+    "by_head": lambda s: (s.heads, s.tq, s.tk),
+    "by_key": lambda s: (s.batch, s.heads, 1, s.tk),
+    "pairs": lambda s: (s.tq, s.tk),
+}
+
 # Every stage at once, in the combinations no named variant has.
 COMBINATIONS: dict[str, AttentionSpec] = {
     "sink+affine+gate": AttentionSpec(sink="learned", affine=Affine(), gate="elementwise"),
@@ -79,6 +116,14 @@ COMBINATIONS: dict[str, AttentionSpec] = {
         logit=ScaleInvariant(tau=3.0), sink="learned", affine=Affine(phi="sigmoid"), gate="headwise"
     ),
     "alpha_only": AttentionSpec(affine=Affine(beta=False)),
+}
+CURVES: dict[str, AttentionSpec] = {
+    "softcap": AttentionSpec(logit=SoftCap(2.0)),
+    "softcap+alibi+sink": AttentionSpec(logit=(SoftCap(2.0), Alibi()), sink="learned"),
+    "softcap+logn+gated": AttentionSpec(logit=(LogN(), SoftCap(2.0)), gate="elementwise"),
+    "softcap+every_stage": AttentionSpec(
+        logit=(SoftCap(2.0), ScaleInvariant(tau=3.0)), sink="learned", affine=Affine(), gate="elementwise"
+    ),
 }
 SPECS = {name: entry.spec for name, entry in VARIANTS.items()} | COMBINATIONS
 
@@ -106,11 +151,33 @@ def _table() -> list[Case]:
                 cases.append(Case(name, spec, Shape(2, 6, 2, 50, 50, 64), MASKS[mask], dtype))
         for dtype in (torch.float32, torch.bfloat16):
             cases.append(Case(name, spec, _BASE, MASKS["causal"], dtype, largest_logit=80.0))
+    cases += _with_options()
     return [case for case in cases if case.mask(case.shape, torch.device("cpu")).causal or not _needs_causal(case)]
 
 
+def _with_options() -> list[Case]:
+    """Curves, biases, masks of pairs and other widths of values, with each other and with every stage: thinned out."""
+    specs = {name: SPECS[name] for name in (*COMBINATIONS, "softmax", "logn")} | CURVES
+    masks = [*PAIR_MASKS.values(), *(MASKS[name] for name in ("causal", "none", "documents", "everything"))]
+    biases = (None, *BIASES)
+    # Half and twice the width of keys, that of DeepSeek-V3, and as wide: groups of 3, decoding, empty rows.
+    shapes = [
+        replace(_BASE, value_dim=16),
+        Shape(1, 3, 1, 35, 35, 32, 64),
+        Shape(2, 4, 2, 1, 50, 192, 128),
+        Shape(1, 4, 4, 6, 4, 32),
+        replace(_BASE, tq=13),
+    ]
+    every = itertools.product(specs.items(), masks, biases, shapes)
+    cases = [Case(*spec, shape, mask, torch.float32, bias=bias) for spec, mask, bias, shape in every][::13]
+    for dtype in (torch.bfloat16, torch.float16):
+        every = itertools.product(specs.items(), masks[:1] + masks[-4:], ("by_head", None), shapes[:3])
+        cases += [Case(*spec, shape, mask, dtype, bias=bias) for spec, mask, bias, shape in every][::11]
+    return cases
+
+
 def _needs_causal(case: Case) -> bool:
-    return case.spec.logit is not None and case.spec.logit.needs_causal
+    return any(part is not None and part.needs_causal for part in case.spec.scores)
 
 
 CASES = _table()
