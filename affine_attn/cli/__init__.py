@@ -9,10 +9,12 @@ import typer
 
 from affine_attn import __version__
 from affine_attn.cli import evaluation, models, start, training
-from affine_attn.cli.terminal import show_tracebacks
+from affine_attn.cli.imports import Commands, Imports, import_entry_points
+from affine_attn.cli.terminal import one_line_errors, show_tracebacks
 
 app = typer.Typer(
     name="affine-attn",
+    cls=Commands,
     help="Attention whose weights need not sum to one: affine scaling, sinks, gates and distance logits.",
     epilog="From text to a report: prepare, distill, eval, analyze, report; demo does it small, without eval. "
     "Exit codes: 0 done, 1 a bug (with its traceback), 2 wrong input (one line says what), "
@@ -39,6 +41,9 @@ def main(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of every error, also of wrong input.")
     ] = False,
+    imports: Imports = None,
 ) -> None:
     """Options that stand before a command."""
     show_tracebacks(debug)
+    with one_line_errors():
+        import_entry_points()

@@ -11,6 +11,13 @@ VARIANTS = (
     "scale_invariant", "logn", "alibi",
 )  # fmt: skip
 RECIPES = ("demo", "small", "needle", "paper-0.5b", "paper-1b", "paper-3b")
+FIELDS = (
+    "student", "attention", "teacher", "rho", "vocab_size", "start", "data", "documents", "sequence_length", "needles",
+    "global_batch", "micro_batch", "steps", "learning_rate", "weight_decay", "warmup_steps", "decay_steps", "decay",
+    "beta1", "beta2", "max_grad_norm", "loss", "temperature", "hard", "shared_vocab", "top_k", "seed", "dtype",
+    "gradient_checkpointing", "compile", "valid_sequences", "valid_steps", "statistics_steps", "save_steps",
+    "keep_checkpoints", "report_to", "workers",
+)  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 # What numpy's generator takes.
 MAX_SEED = 2**32 - 1
@@ -22,6 +29,19 @@ def one_of(*names: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
+def fields(incomplete: str) -> list[str]:
+    """What completes a FIELD=VALUE of a recipe: its name, and a variant's."""
+    return one_of(*(f"{name}=" for name in FIELDS), *(f"attention={name}" for name in VARIANTS))(incomplete)
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help=f"one of {', '.join(RECIPES)}; or a file: .toml, or the recipe.json of a run",
+        autocompletion=one_of(*RECIPES),
+    ),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="folder or hub id of a causal model with its tokenizer")]
 Device = Annotated[
     str | None,

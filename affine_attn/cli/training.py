@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from affine_attn.cli.options import RECIPES, Device, one_of
-from affine_attn.cli.terminal import exit_codes_of_signals, one_line_errors, say, training_bar_alone
+from affine_attn.cli.options import RECIPES, Device, Recipe, fields, one_of
+from affine_attn.cli.terminal import console, exit_codes_of_signals, one_line_errors, say, training_bar_alone
 
 app = typer.Typer()
 PANEL = "Training"
@@ -83,12 +85,14 @@ def prepare(
 
 @app.command(rich_help_panel=PANEL)
 def distill(
-    name: Annotated[
-        str, typer.Argument(metavar="RECIPE", help=f"one of {', '.join(RECIPES)}", autocompletion=one_of(*RECIPES))
-    ],
+    name: Recipe,
     assignments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FIELD=VALUE", help="what differs from the recipe; --dry-run prints all fields"),
+        typer.Argument(
+            metavar="FIELD=VALUE",
+            help="what differs from the recipe; affine-attn recipes NAME explains all fields",
+            autocompletion=fields,
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
@@ -115,9 +119,11 @@ def distill(
     """
     with one_line_errors():
         from affine_attn.distill import estimate
-        from affine_attn.distill.recipes import recipe
+        from affine_attn.distill.recipes import recipe, schedule_note, title
 
-        chosen = recipe(name, assignments or ())
+        chosen, called = recipe(name, assignments or ()), title(name)
+        if note := schedule_note(name, assignments or ()):
+            Console(stderr=True).print(note, markup=False, highlight=False)
         if dry_run:
             lines = estimate.dry_run(name, chosen, gpus, mfu)
             if sweep is not None:
@@ -131,7 +137,7 @@ def distill(
         if sweep is not None:
             from affine_attn.distill.sweep import grid, outcome, table
 
-            folder = output or Path("runs") / f"{name}-sweep"
+            folder = output or Path("runs") / f"{called}-sweep"
             rows = []
             with exit_codes_of_signals():
                 for label, each in grid(chosen, sweep, folder).items():
@@ -143,10 +149,38 @@ def distill(
         from affine_attn.distill.run import run
 
         with exit_codes_of_signals("--resume goes on after the last checkpoint, if there is one"):
-            folder = run(chosen, output or Path("runs") / name, resume)
+            folder = run(chosen, output or Path("runs") / called, resume)
         from affine_attn.models.folder import HOW_TO_LOAD
     say(str(folder))
     say(HOW_TO_LOAD)
+
+
+@app.command(rich_help_panel=PANEL)
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="a name, or a file; default: list the names", autocompletion=one_of(*RECIPES)
+        ),
+    ] = None,
+) -> None:
+    """List the recipes, or explain one: every field, its value, who chose it, and what it means.
+
+    Source: paper, where the affine paper states this value; default, a choice of this package; else the recipe.
+    """
+    with one_line_errors():
+        from affine_attn.distill.recipes import RECIPES, explained, summary, title
+
+        heads = ("field", "value", "source", "meaning") if name else ("recipe", "what for")
+        table = Table(*heads, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        if name is None:
+            for each in RECIPES:
+                table.add_row(each, Text(summary(each)))
+        else:
+            for entry in explained(name):
+                table.add_row(entry.name, Text(str(entry.value)), entry.source, Text(entry.says))
+            say(f"{title(name)}: {summary(name)}")
+    console.print(table)
 
 
 @app.command(rich_help_panel=PANEL)

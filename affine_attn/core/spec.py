@@ -27,6 +27,9 @@ class Coefficients(NamedTuple):
     offset: Tensor | None
 
 
+# Of names in errors: a command, and a Python program, know what they have imported.
+YOUR_OWN = "your own count once their module is imported (commands: --import FILE)"
+
 LARGEST_COUNT = 2**31 - 1  # kernels count in 32 bits
 
 
@@ -270,7 +273,7 @@ class Affine:
 
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
-            raise UserError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}")
+            raise UserError(f"Affine: phi must be one of {list(ACTIVATIONS)}, got {self.phi!r}; {YOUR_OWN}")
         if _ends(ACTIVATIONS[self.phi]) is None:
             raise UserError(f"Affine: phi must map each number to one, which {self.phi!r} does not")
         if self.length != "keys" and not is_count(self.length, 0, LARGEST_COUNT):
@@ -321,7 +324,9 @@ class AttentionSpec:
             raise UserError(f"AttentionSpec: affine must be None or Affine(...), got {self.affine!r}")
         if not (is_number(self.gate) or self.gate in [None, "learned", *GATES]):
             allowed = ["learned", *GATES]
-            raise UserError(f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}")
+            raise UserError(
+                f"AttentionSpec: gate must be None, a number or one of {allowed}, got {self.gate!r}; {YOUR_OWN}"
+            )
 
     @property
     def scores(self) -> Scores:
@@ -378,7 +383,7 @@ def _logit_from_dict(data: Any) -> Any:
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in list(_LOGITS):  # as a list: what is no name need not have a hash
-        raise UserError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}")
+        raise UserError(f"AttentionSpec: logit kind must be one of {sorted(_LOGITS)}, got {kind!r}; {YOUR_OWN}")
     return _from_fields(_LOGITS[kind], fields)
 
 

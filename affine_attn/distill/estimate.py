@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from affine_attn.distill.losses import CHUNK_BYTES
-from affine_attn.distill.recipes import LEARNING_RATES, RECIPES, TEACHERS, Recipe
+from affine_attn.distill.recipes import LEARNING_RATES, TEACHERS, Recipe, summary, title
 from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, preset
 from affine_attn.models.load import read_config
@@ -153,7 +153,7 @@ def dry_run(name: str, recipe: Recipe, devices: int = 8, mfu: float = ASSUMED_MF
     total = flops_per_token(recipe, student, teacher) * recipe.tokens
     seconds = total / (devices * PEAK_FLOPS * mfu)
     needed = memory(recipe, student, teacher, devices)
-    yield f"{name}: {(RECIPES[name].__doc__ or '').strip()}"
+    yield f"{title(name)}: {summary(name)}"
     yield f"student     {recipe.student}, {recipe.attention} attention, {student.parameters:,} parameters"
     if teacher:
         yield f"teacher     {recipe.teacher}, {teacher.parameters:,} parameters"

@@ -268,7 +268,8 @@ def _student(recipe: Recipe) -> AffineAttnForCausalLM:
                 f"{getattr(config, name)}: give the student and the vocab_size it was trained with"
             )
     if any(
-        at_length(model.config.spec(i), recipe.sequence_length) != recipe.spec for i in range(config.num_hidden_layers)
+        at_length(model.config.spec(i), recipe.sequence_length) != at_length(config.spec(i), recipe.sequence_length)
+        for i in range(config.num_hidden_layers)
     ):
         raise UserError(
             f"start={recipe.start} has another attention than attention={recipe.attention}, rho={recipe.rho}: "

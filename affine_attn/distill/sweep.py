@@ -31,7 +31,7 @@ def grid(recipe: Recipe, sweep: str, output: Path) -> dict[str, Recipe]:
         values = ",".join(f"{rate:g}" for rate in LEARNING_RATES)
     if not name or not values:
         raise UserError(f"--sweep must be field=value,value,... or learning_rate, got {sweep!r}")
-    assignments = [f"{name}={value}" for value in values.split(",")]
+    assignments = [f"{name}={value}" for value in _divided(values)]
     # A folder's name: one with slashes would be several, or lie elsewhere.
     students = {assignment.replace("/", "--"): recipe.override([assignment]) for assignment in assignments}
     if len(students) < len(assignments):
@@ -54,6 +54,18 @@ def dry_run(name: str, recipe: Recipe, sweep: str, devices: int, mfu: float) -> 
         yield from estimate.dry_run(
             name, dataclasses.replace(each, teacher=runs[TEACHER].student) if asks else each, devices, mfu
         )
+
+
+def _divided(values: str) -> list[str]:
+    """Divide at commas; those inside of JSON divide nothing."""
+    found, depth = [""], 0
+    for character in values:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
 
 
 def _kind(teacher: Recipe | None) -> tuple[Any, ...] | None:

@@ -1,5 +1,6 @@
 """The command line: help, completion, tables, exit codes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 COMMANDS = (
-    "demo", "variants", "bench", "convert", "generate", "prepare", "distill", "cache-teacher", "eval", "eval-score",
-    "analyze", "report",
+    "demo", "variants", "bench", "convert", "generate", "prepare", "distill", "recipes", "cache-teacher", "eval",
+    "eval-score", "analyze", "report",
 )  # fmt: skip
 
 
@@ -59,6 +60,8 @@ def completed(*words: str) -> list[str]:
 
 def test_a_shell_completes_names_without_waiting_for_torch():
     assert completed("ev") == ["eval", "eval-score"]
+    assert completed("distill", "demo", "ste") == ["steps="]
+    assert completed("distill", "demo", "attention=affine_") == ["attention=affine_sigmoid", "attention=affine_gated"]
     assert completed("distill", "paper") == ["paper-0.5b", "paper-1b", "paper-3b"]
     assert completed("convert", "a", "b", "--attention", "affine_") == ["affine_sigmoid", "affine_gated"]
     assert completed("eval", "model", "arc") == ["arc_challenge", "arc_easy"]
@@ -67,12 +70,13 @@ def test_a_shell_completes_names_without_waiting_for_torch():
 
 
 def test_what_is_completed_is_what_there_is():
-    from affine_attn.distill.recipes import RECIPES
+    from affine_attn.distill.recipes import RECIPES, Recipe
     from affine_attn.evaluate.results import TABLE_1
     from affine_attn.models.load import DTYPES
 
     assert tuple(VARIANTS) == options.VARIANTS
     assert tuple(RECIPES) == options.RECIPES
+    assert tuple(field.name for field in dataclasses.fields(Recipe)) == options.FIELDS
     assert tuple(TABLE_1) == options.TASKS
     assert options.DTYPES == DTYPES
 
