@@ -3,6 +3,8 @@
 import functools
 from typing import NamedTuple
 
+from torch import Tensor
+
 from affine_attn.core.call import Call
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.launch import NO_SUMS, RUNNING, TABLE, WHOLE
@@ -91,7 +93,9 @@ def tiling_of(call: Call) -> Tiling:
     mask, sums = call.mask, NO_SUMS
     if call.beta is not None:
         sums = TABLE if mask.restrictions else RUNNING if mask.causal else WHOLE
-    return _tiling(call.q.shape, call.k.shape, mask.causal, sums)
+    # Sizes that a compiler keeps open have no hash.
+    make = _tiling if type(call.q) is Tensor else _tiling.__wrapped__
+    return make(call.q.shape, call.k.shape, mask.causal, sums)
 
 
 @functools.lru_cache(1024)
