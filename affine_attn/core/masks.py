@@ -222,7 +222,7 @@ class Mask:
 
         With ``allowed`` by head it is [B or 1, H, Tq], as is ``first``.
         """
-        return self._derived("count", (tq, tk), lambda: self._count(tq, tk, device))
+        return self.derived("count", (tq, tk), lambda: self._count(tq, tk, device))
 
     def _count(self, tq: int, tk: int, device: torch.device) -> Tensor:
         if self.allowed is not None:
@@ -248,10 +248,7 @@ class Mask:
             return torch.where(high >= low, low, -1)[:, None]
         real, before, upto = self._runs(tq, tk, device, low, high)
         if real is not None:
-            # The first real key from each place on; past the end where there is none.
-            place = torch.arange(tk, device=device).expand(real.shape)
-            following = F.pad(torch.where(real, place, tk).flip(1).cummin(1).values.flip(1), (0, 1), value=tk)
-            before = following.gather(1, before)
+            before = _first_real(real, before)
         slot = before.clamp(max=tk - 1)
         if self.documents is not None:
             slot = self.documents_in_order().order.gather(1, slot)
@@ -264,6 +261,47 @@ class Mask:
         keys = slice(0, tk)
         blocks = [slice(start, min(start + step, tq)) for start in range(0, max(tq, 1), step)]
         return torch.cat([reduce(self.visible(tq, tk, device, rows, keys)) for rows in blocks], 2)
+
+    def ranges(self, tq: int, tk: int, device: torch.device) -> "Ranges":
+        """Return orders of rows and keys in which what a row sees are neighbours, and where they are.
+
+        Where documents are contiguous, and padding is at the ends of them, nothing has to be moved.
+        """
+        low, high = self._bounds(tq, tk, device)
+        if (self.documents is None and self.padding is None) or not tk:
+            low, high = (x.clamp(0, tk) for x in (low, high + 1))
+            return Ranges(low, torch.maximum(low, high), None, None)
+        found = None if self.documents is None else self._documents_where_they_are()
+        real, low, high = self._runs(tq, tk, device, low, high, found)
+        rows = keys = None
+        if found is None and self.documents is not None:
+            found = self.documents_in_order()
+            keys = found.order
+            p = self.positions(tq, tk, device).expand(low.shape)
+            rows = found.start.gather(1, p.clamp(min=0)).sort(dim=1, stable=True).indices
+        if real is not None:
+            until = F.pad(real.cumsum(1), (1, 0))
+            count = (until.gather(1, high) - until.gather(1, low)).clamp(min=0)
+            first = torch.where(count > 0, _first_real(real, low), 0)
+            if bool((until.gather(1, first + count) - until.gather(1, first) == count).all()):
+                low, high = first, first + count
+            else:
+                # Real keys first, then they are neighbours.
+                order = (~real).byte().sort(dim=1, stable=True).indices
+                keys = order if keys is None else keys.gather(1, order)
+                low = until.gather(1, low)
+                high = low + count
+        if rows is not None:
+            low, high = low.gather(1, rows), high.gather(1, rows)
+        return Ranges(low, torch.maximum(low, high), *(None if x is None else Order.of(x) for x in (rows, keys)))
+
+    def _documents_where_they_are(self) -> "Documents | None":
+        """Return the documents in the order of their slots if equal ids are neighbours, however they are numbered."""
+        found = self.documents_in_order()
+        if self.contiguous:
+            return found
+        first, last = self.document_runs()
+        return _of_runs(first, last) if torch.equal(found.first, first) and torch.equal(found.last, last) else None
 
     def documents_in_order(self) -> "Documents":
         """Return where each document has its slots. Nothing else here sorts."""
@@ -282,7 +320,7 @@ class Mask:
         """Return where each contiguous document has its first query and its first key, and the ends, int32 [n + 1]
         each, in the tokens of all rows one after another. To know n, the device is waited for unless it was promised.
         """
-        return self._derived("cu_seqlens", (tq, tk), lambda: self._cu_seqlens(tq, tk))
+        return self.derived("cu_seqlens", (tq, tk), lambda: self._cu_seqlens(tq, tk))
 
     def _cu_seqlens(self, tq: int, tk: int) -> tuple[Tensor, Tensor]:
         documents = self.documents
@@ -303,7 +341,7 @@ class Mask:
         queries = keys // tk * tq + (keys % tk - (tk - tq)).clamp(min=0)
         return queries.int(), keys.int()
 
-    def _derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
+    def derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
         """Return what ``make`` gives, made once for all masks of the same tensors and numbers."""
         tensors = self.tensors
         key = (what, *tensors, self.causal, self.window, self.window_after, self.contiguous, *sizes)
@@ -327,7 +365,13 @@ class Mask:
         return low, high
 
     def _runs(
-        self, tq: int, tk: int, device: torch.device, low: Tensor, high: Tensor
+        self,
+        tq: int,
+        tk: int,
+        device: torch.device,
+        low: Tensor,
+        high: Tensor,
+        found: "Documents | None" = None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return which slots are real (None: all), and in the order of the documents the run of places, from
         ``before`` to ``upto``, where a row sees all real ones; found by bisection."""
@@ -339,7 +383,7 @@ class Mask:
             before, upto = (x.clamp(0, tk) for x in (low, high + 1))
             nowhere = high < low
         else:
-            found = self.documents_in_order()
+            found = self.documents_in_order() if found is None else found
             real = None if real is None else real.gather(1, found.order)
             # The place where a document begins names it.
             own = found.start.gather(1, p.clamp(min=0))
@@ -377,6 +421,26 @@ def check_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name} must be broadcastable to {list(shape)}, got {list(sizes)}")
 
 
+class Order(NamedTuple):
+    """An order of rows or keys."""
+
+    slot: Tensor  # int64 [B, T]: what stands at each place
+    place: Tensor  # int64 [B, T]: where each stands
+
+    @classmethod
+    def of(cls, slot: Tensor) -> "Order":
+        return cls(slot, slot.argsort(1))
+
+
+class Ranges(NamedTuple):
+    """The places of the keys that each row sees, [B or 1, Tq]: from ``low`` to before ``high``."""
+
+    low: Tensor
+    high: Tensor
+    rows: Order | None  # None: as they are
+    keys: Order | None
+
+
 class Documents(NamedTuple):
     """Slots in the order of their documents."""
 
@@ -388,15 +452,26 @@ class Documents(NamedTuple):
 
 def _in_order(ids: Tensor, contiguous: bool) -> Documents:
     if contiguous:
-        first, last = run_bounds(ids)
-        order = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return Documents(order, first.long(), first, last)
+        return _of_runs(*run_bounds(ids))
     # Kernels read the rows of the result as contiguous, and a sort keeps the layout of what it sorts.
     ids, order = ids.contiguous().sort(dim=1, stable=True)
     start, end = (x.long() for x in run_bounds(ids))
     of_places = start, order.gather(1, start), order.gather(1, end)
     start, first, last = (torch.empty_like(order).scatter_(1, order, x) for x in of_places)
     return Documents(order, start, first.int(), last.int())
+
+
+def _of_runs(first: Tensor, last: Tensor) -> Documents:
+    order = torch.arange(first.shape[1], device=first.device).expand(first.shape)
+    return Documents(order, first.long(), first, last)
+
+
+def _first_real(real: Tensor, before: Tensor) -> Tensor:
+    """Return the first real place from each of these on; past the end where there is none."""
+    tk = real.shape[1]
+    place = torch.arange(tk, device=real.device).expand(real.shape)
+    following = F.pad(torch.where(real, place, tk).flip(1).cummin(1).values.flip(1), (0, 1), value=tk)
+    return following.gather(1, before)
 
 
 def run_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:

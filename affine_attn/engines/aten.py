@@ -8,12 +8,13 @@ A call with more elements than the operators can count is cut before that into s
 sequence, which have only keys and values in common.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from affine_attn.core.pieces import Piece, causal_pieces
 from affine_attn.core.stages import row_dtype
 from affine_attn.kernels.device import cdiv
 
@@ -117,9 +118,7 @@ def _forward(
         return _window_forward(q, k, v, scale, window)
     if not causal or q.shape[2] in (1, k.shape[2]):
         return _FORWARD[kernel](q, k, v, causal and q.shape[2] > 1, scale)
-    pieces = _pieces(q.shape[2], k.shape[2])
-    results = [_FORWARD[kernel](q, k[:, :, keys], v[:, :, keys], is_causal, scale) for keys, is_causal in pieces]
-    return _merge(*results[0], *results[1])
+    return forward_in_pieces(kernel, q, k, v, scale, causal_pieces(q.shape[2], k.shape[2]).pieces)
 
 
 def _backward(
@@ -138,18 +137,85 @@ def _backward(
         return _window_backward(do, q, k, v, o, z, scale, window)
     if not causal or q.shape[2] in (1, k.shape[2]):
         return _BACKWARD[kernel](do, q, k, v, o, z, causal and q.shape[2] > 1, scale)
-    pieces = _pieces(q.shape[2], k.shape[2])
-    results = [
-        _BACKWARD[kernel](do, q, k[:, :, keys], v[:, :, keys], o, z, is_causal, scale) for keys, is_causal in pieces
-    ]
-    dqs, dks, dvs = zip(*results, strict=True)
-    dq = torch.add(*(dq.to(z.dtype) for dq in dqs)).to(q.dtype)
-    return dq, torch.cat(dks, 2), torch.cat(dvs, 2)
+    return backward_in_pieces(kernel, do, q, k, v, o, z, scale, causal_pieces(q.shape[2], k.shape[2]).pieces)
 
 
-def _pieces(tq: int, tk: int) -> list[tuple[slice, bool]]:
-    """(keys, is_causal) calls whose causal part is square."""
-    return [(slice(0, tk - tq), False), (slice(tk - tq, tk), True)]
+def forward_in_pieces(
+    kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: Iterable[Piece]
+) -> tuple[Tensor, Tensor]:
+    """Return (o, z) of rows and keys in the order of the pieces; both are 0 in rows that see nothing."""
+    o, z = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    for piece in pieces:
+        for (q_part, o_part, z_part), kv in _parts(piece, (q, o, z), (k, v)):
+            found = _FORWARD[kernel](q_part, *kv, piece.is_causal, scale, *_masks(piece, q))
+            if piece.is_second:
+                found = _merge(o_part, z_part, *found)
+            o_part.copy_(found[0])
+            z_part.copy_(found[1])
+    return o, z
+
+
+def backward_in_pieces(
+    kernel: str | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    scale: float,
+    pieces: Iterable[Piece],
+    share_keys: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv); ``share_keys``: the gradients of a key are sums over several pieces."""
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=z.dtype if share_keys else x.dtype) for x in (k, v))
+    for piece in pieces:
+        for (do_part, q_part, *oz, dq_part), (*kv, dk_part, dv_part) in _parts(
+            piece, (do, q, o, z, dq), (k, v, dk, dv)
+        ):
+            inputs = do_part, q_part, *kv, *oz, piece.is_causal, scale, *_masks(piece, q)
+            found = _BACKWARD[kernel](*inputs)
+            dq_part.copy_(dq_part.to(z.dtype) + found[0] if piece.is_second else found[0])
+            for total, gradient in ((dk_part, found[1]), (dv_part, found[2])):
+                if share_keys:
+                    _add(gradient, total, piece)
+                else:
+                    total.copy_(gradient)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _parts(
+    piece: Piece, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Views of tensors [B, H, T, ...]: those of a piece, or for each sequence its blocks, [blocks, H, rows, ...]."""
+    rows, keys = [x[piece.of_rows] for x in of_rows], [x[piece.of_keys] for x in of_keys]
+    if piece.blocks == 1:
+        yield rows, keys
+        return
+    for b in range(rows[0].shape[0]):
+        yield (
+            [_blocks(x[b], piece.step, piece.step) for x in rows],
+            [_blocks(x[b], piece.keys_of_block, piece.step) for x in keys],
+        )
+
+
+def _blocks(x: Tensor, size: int, step: int) -> Tensor:
+    """Views of ``size`` neighbours, each ``step`` after the one before: [H, T, ...] -> [blocks, H, size, ...]."""
+    return x.unfold(1, size, step).movedim(-1, 2).transpose(0, 1)
+
+
+def _add(part: Tensor, total: Tensor, piece: Piece) -> None:
+    """Add a part to a view of :func:`_parts`, whose blocks may have keys in common."""
+    size = piece.step if piece.blocks > 1 else part.shape[2]
+    for start in range(0, part.shape[2], size):
+        some = slice(start, start + size)
+        total[:, :, some] += part[:, :, some]
+
+
+def _masks(piece: Piece, q: Tensor) -> tuple[Tensor, ...]:
+    """Return the float mask of a piece that needs one."""
+    return () if (hidden := piece.hidden) is None else (hidden.to(row_dtype(q)),)
 
 
 def _merge(o1: Tensor, z1: Tensor, o2: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,19 +224,25 @@ def _merge(o1: Tensor, z1: Tensor, o2: Tensor, z2: Tensor) -> tuple[Tensor, Tens
     return o.to(o1.dtype), z
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    operator = aten._scaled_dot_product_flash_attention_for_cpu
     if not causal and _is_foldable(q, k):
-        o, z = aten._scaled_dot_product_flash_attention_for_cpu(_folded(q, k), k, v, 0.0, False, scale=scale)
+        o, z = operator(_folded(q, k), k, v, 0.0, False, attn_mask=_folded_mask(mask, q, k), scale=scale)
         return o.reshape(q.shape), z.reshape(q.shape[:3])
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def _cpu_backward(do, q, k, v, o, z, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(
+    do, q, k, v, o, z, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     if not causal and _is_foldable(q, k):
         do, folded, o, z = (_folded(x, k) for x in (do, q, o, z))
-        dq, dk, dv = _cpu_backward(do, folded, k, v, o, z, False, scale)
+        dq, dk, dv = _cpu_backward(do, folded, k, v, o, z, False, scale, _folded_mask(mask, q, k))
         return dq.reshape(q.shape), dk, dv
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, z, 0.0, causal, scale=scale)
+    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return operator(do, q, k, v, o, z, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def _is_foldable(q: Tensor, k: Tensor) -> bool:
@@ -181,6 +253,13 @@ def _is_foldable(q: Tensor, k: Tensor) -> bool:
 def _folded(x: Tensor, k: Tensor) -> Tensor:
     """The heads of a group as more queries of its kv head, [B, H, T, ...] -> [B, Hkv, g T, ...]."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:])
+
+
+def _folded_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The same of a float mask [rows, keys] or [B or 1, H, rows, keys]."""
+    if mask is None or mask.ndim == 4:
+        return mask if mask is None else _folded(mask, k)
+    return mask.repeat(q.shape[1] // k.shape[1], 1)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -377,12 +377,14 @@ def _flash_attn_4_package() -> str | None:
 def sdpa(f: Facts) -> str | None:
     if (reason := transforms(f)) is not None:
         return reason
-    if f.logit not in (type(None), LogN):
-        return f"a stock kernel has plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    is_on_cpu = f.machine.device == "cpu"
+    if f.logit not in (type(None), LogN) and not (is_on_cpu and f.logit is Alibi):
+        known = "LogN or Alibi" if is_on_cpu else "LogN"
+        return f"a stock kernel has plain scores, or those of {known}, not the {f.logit.__name__} logit"
     if (reason := plain_scores(f) or same_widths(f)) is not None:
         return reason
     for name in f.restrictions:
-        if name != "window":
+        if name != "window" and (not is_on_cpu or name == "allowed"):
             return f"a stock kernel has no mask.{name}"
     return beta(f) or stock(f)
 
@@ -395,7 +397,7 @@ def stock(f: Facts) -> str | None:
         return "a stock kernel cannot have causal queries without any key (more queries than keys)"
     device, has_window = f.machine.device, "window" in f.restrictions
     if device == "cpu":
-        return "the CPU operator has no sliding window" if has_window else None
+        return None
     if device != "cuda":
         return f"there is no stock kernel with log-sum-exp on {device}"
     if f.dtype not in (torch.bfloat16, torch.float16):
@@ -485,12 +487,12 @@ def nothing(f: Facts) -> str | None:
 
 
 def beta(f: Facts) -> str | None:
-    """What the epilogue needs to sum the visible values: in torch it sums prefixes only."""
+    """What the epilogue needs to sum the visible values: in torch it sums prefixes, and on the CPU pieces of masks."""
     if not f.has_beta:
         return None
     if epilogue(f) is None:
         return visible_sums(f)
-    if f.restrictions:
+    if f.restrictions and f.machine.device != "cpu":
         return f"the epilogue cannot sum the values that mask.{f.restrictions[0]} leaves visible"
     return None
 

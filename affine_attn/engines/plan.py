@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from affine_attn.core.call import Call
+from affine_attn.core.spec import Alibi
 from affine_attn.engines import needs
 from affine_attn.engines.needs import MACHINES, Facts, Sizes, facts_of, sizes_of
 
@@ -47,6 +48,7 @@ KERNELS = {
     "cudnn": "PyTorch's cuDNN operator",
     "flash2": "PyTorch's flash operator",
     "flash_for_cpu": "PyTorch's flash operator for the CPU",
+    "cpu_masks": "PyTorch's flash operator for the CPU, a call for each piece of the mask",
     "flash": "flash kernels of this package",
     "decode": "the decode kernel",
     "flex": "FlexAttention",
@@ -59,6 +61,7 @@ SUMS = {
     "running": "a running sum along the tokens, as the mask is causal",
     "whole": "one sum, as every query sees all keys",
     "table": "a row per query, from kernels for what a mask lets be seen",
+    "pieces": "in torch, a piece of the mask at a time",
     "blocks": "in torch, a block of queries at a time",
     "streamed": "gathered while the values stream by",
     "weights": "beta is added to each weight instead",
@@ -92,7 +95,8 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
     if name == "sdpa" and needs.sm90_backward(f, s) is None:
         backward = "sm90"
     epilogue = "kernels" if needs.epilogue(f) is None else "torch"
-    sums = "table" if f.restrictions else "running" if f.causal else "whole"
+    of_masks = "table" if epilogue == "kernels" else "pieces"
+    sums = of_masks if f.restrictions else "running" if f.causal else "whole"
     return Plan(forward, _if(f.has_grad, backward), epilogue, _if(f.has_beta, sums))
 
 
@@ -117,7 +121,7 @@ def fa4(f: Facts) -> str:
 def stock(f: Facts) -> str:
     """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
     if f.machine.device == "cpu":
-        return "flash_for_cpu"
+        return "cpu_masks" if f.restrictions or f.logit is Alibi else "flash_for_cpu"
     return "flash2" if "window" in f.restrictions or needs.cudnn(f) is not None else "cudnn"
 
 

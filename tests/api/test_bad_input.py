@@ -168,11 +168,6 @@ BAD: dict[str, tuple[Callable, str]] = {
     "impl_list": (call(impl=["sdpa"]), r"^impl must be one of .*, got \['sdpa'\]"),
     "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
     "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),
-    "sdpa_window": (call(impl="sdpa", mask=Mask(window=2)), r"^impl='sdpa' cannot run this call: .*window"),
-    "sdpa_documents": (
-        call(impl="sdpa", mask=Mask(documents=torch.zeros(B, T, dtype=torch.long))),
-        r"^impl='sdpa' cannot run this call: .*mask.documents",
-    ),
     "sdpa_distance": (
         call(impl="sdpa", logit=ScaleInvariant()),
         r"^impl='sdpa' cannot run this call: .*ScaleInvariant logit",
@@ -306,9 +301,11 @@ def test_bad_input_gets_one_line_that_names_it(case, monkeypatch):
 
 
 def test_explain_names_the_engine_that_runs_and_why_the_others_do_not():
-    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, Mask(window=2)).splitlines())
+    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, logit=ScaleInvariant()).splitlines())
     assert lines["blocked"].startswith("runs this call")
-    assert lines["sdpa"] == "cannot, the CPU operator has no sliding window"
+    assert lines["sdpa"] == (
+        "cannot, a stock kernel has plain scores, or those of LogN or Alibi, not the ScaleInvariant logit"
+    )
     assert lines["reference"] == "could, but blocked is preferred"
     assert lines["triton"] == lines["decode"] == "cannot, Triton kernels need a CUDA device"
     assert list(lines)[: len(ENGINES)] == list(ENGINES)

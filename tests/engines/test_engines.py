@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from affine_attn import Mask, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core import call as call_module
+from affine_attn.core import pieces
 from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import checked_call
-from affine_attn.engines import aten, flex
+from affine_attn.engines import aten, cpu_masks, flex
 from affine_attn.engines.operator import on_its_device
 from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
@@ -220,6 +221,20 @@ def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
     assert len(current) == len(attended) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["sink+affine+gate", "logn", "alibi"])
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask not in ("none", "causal")])
+def test_pieces_of_masks_add_up(mask, name, dtype, monkeypatch):
+    """Masks as small as these are one piece or two otherwise."""
+    monkeypatch.setattr(pieces, "_CALL", 0)
+    monkeypatch.setattr(pieces, "_ROWS", (4, 16))
+    monkeypatch.setattr(cpu_masks, "_ROWS", 16)
+    pieces._pieces_of_numbers.cache_clear()
+    shape = Shape(3, 4, 2, 60, 75, 16)
+    _assert_within(Case(name, SPECS[name], shape, MASKS[mask], dtype), "sdpa")
+    pieces._pieces_of_numbers.cache_clear()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("queries", "calls"), [(1, [(2, 4)]), (3, [(2, 12), (8, 3)]), (17, [(8, 17), (8, 17)])])
 def test_a_group_of_heads_reads_its_keys_once(queries, calls, monkeypatch):
@@ -256,7 +271,9 @@ def test_the_fast_engine_takes_the_plain_cases():
     """The case table would pass with blocked alone; the stock kernels must really be in it."""
     taken = [c for c in CASES if _runs("sdpa", c)]
     assert len(taken) > len(CASES) // 4
-    assert {c.name for c in taken} >= {"softmax", "sink", "affine_gated", "logn", "sink+affine+gate"}
+    assert {c.name for c in taken} >= {"softmax", "sink", "affine_gated", "logn", "sink+affine+gate", "alibi"}
+    masks = {name for name, make in MASKS.items() if any(c.mask is make for c in taken)}
+    assert masks == set(MASKS)
 
 
 # On CUDA the fast engines take 16-bit inputs, so the float32 cases run there in bfloat16.

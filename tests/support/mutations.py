@@ -25,6 +25,7 @@ NONFINITE, BLOCKS = "affine_attn/core/nonfinite.py", "affine_attn/core/blocks.py
 STATS = "affine_attn/core/stats.py"
 BLOCKED, DECODE = "affine_attn/engines/blocked.py", "affine_attn/kernels/decode/launch.py"
 FLEX, STOCK = "affine_attn/engines/flex.py", "affine_attn/engines/aten.py"
+PIECES = "affine_attn/core/pieces.py"
 TRITON = "affine_attn/kernels/flash/launch.py"
 LOCKS = "affine_attn/runs/locks.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
@@ -186,8 +187,20 @@ MUTATIONS: dict[str, Mutation] = {
         _in("core/reference", "gradients_are_those_of_finite_differences[every_stage-sdpa]"),
     ),
     "older keys reach into the square": Mutation(
-        STOCK, "(slice(0, tk - tq), False)", "(slice(0, tk - tq + 1), False)",
+        PIECES, "slice(0, tk - tq))", "slice(0, tk - tq + 1))",
         _in("core/reference", "gradients_are_those_of_finite_differences[every_stage-sdpa]"),
+    ),
+    "a padded row is one of the document": Mutation(
+        PIECES, "while start < stop and first[start] >= last[start]:", "while start < stop and False:",
+        _in("core/pieces", "padding_is_in_no_piece"),
+    ),
+    "rows of a band see one key more": Mutation(
+        PIECES, "(place < high), 0.0", "(place <= high), 0.0",
+        _in("engines/engines", "pieces_of_masks_add_up[window7-sink+affine+gate-torch.float32]"),
+    ),
+    "gradients of keys in several pieces are those of the last": Mutation(
+        STOCK, "total[:, :, some] += part", "total[:, :, some] = part",
+        _in("engines/engines", "pieces_of_masks_add_up[window7-sink+affine+gate-torch.float32]"),
     ),
     "gradients of scores lack the factor's unit": Mutation(
         TRITON, "call.scale / unit if self.logit == SCALE_INVARIANT else call.scale", "call.scale",

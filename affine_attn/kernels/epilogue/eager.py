@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call, Gradients, Output
+from affine_attn.core.pieces import pieces_of, visible_sums, visible_sums_backward
 from affine_attn.core.stages import row_dtype, rows_of, sink_rows
 
 # Entries of a tile of o: 2^17 fp32 entries are half a MiB, which a CPU core's own cache holds.
@@ -54,7 +55,7 @@ def begin(call: Call) -> None:
 
 
 def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Output:
-    """Return y and what the backward needs, for masks without window, documents, padding or lengths and Tq <= Tk."""
+    """Return y and what the backward needs, for Tq <= Tk where the mask is causal alone."""
     o, z = rescale_by_sink(o, z, call)
     if call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, None, z)
@@ -146,6 +147,11 @@ def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
     v, beta, older = call.v, call.beta, call.tk - call.tq
     batch, heads, queries, dim = call.q.shape
     step = max(16, _TILE_ENTRIES // max(batch * heads * dim, 1)) if call.q.device.type == "cpu" else queries
+    if beta is not None and call.mask.restrictions:
+        sums = visible_sums(v, pieces_of(call.mask, call.tq, call.tk, v.device), queries)
+        starts = range(0, queries, step)
+        yield from ((rows, sums[:, :, rows]) for rows in (slice(start, start + step) for start in starts))
+        return
     if beta is None:
         carry = None
     elif not call.mask.causal:
@@ -185,7 +191,9 @@ def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 
 def _values_backward(du: Tensor, call: Call) -> Tensor:
-    """The transpose of u = prefix sums of v: reverse prefix sums of du, [B, Hkv, Tk, D]."""
+    """The transpose of u = sums of visible v: of prefix sums those of du in reverse, [B, Hkv, Tk, D]."""
+    if call.mask.restrictions:
+        return visible_sums_backward(du, pieces_of(call.mask, call.tq, call.tk, du.device), call.tk)
     if not call.mask.causal:
         return du.sum(2, keepdim=True).expand(-1, -1, call.tk, -1)
     sums = du if du.shape[2] == 1 else du.flip(2).cumsum(2).flip(2)
