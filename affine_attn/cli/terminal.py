@@ -17,6 +17,11 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def note(line: str) -> None:
+    """The same for what is no result: to stderr."""
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Answer what a user can mend with a sentence: a ``UserError``, and what the operating system refuses, such as a
@@ -60,7 +65,7 @@ def exit_codes_of_signals(goes_on: str = "the same command goes on") -> Iterator
         terminated = isinstance(stopped, Terminated)
         told = str(stopped) if terminated else f"stopped by Ctrl-C: {goes_on}"
         Console(stderr=True).print(told, markup=False, soft_wrap=True)
-        raise typer.Exit(128 + (signal.SIGTERM if terminated else signal.SIGINT)) from stopped
+        raise typer.Exit(128 + (stopped.number if terminated else signal.SIGINT)) from stopped
 
 
 def training_bar_alone() -> None:

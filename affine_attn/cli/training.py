@@ -1,15 +1,16 @@
 """Commands from text to a trained student."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from affine_attn.cli.options import RECIPES, Device, Recipe, fields, one_of
-from affine_attn.cli.terminal import console, exit_codes_of_signals, one_line_errors, say, training_bar_alone
+from affine_attn.cli.terminal import console, exit_codes_of_signals, note, one_line_errors, say, training_bar_alone
+from affine_attn.runs.layout import RunFolder
 
 app = typer.Typer()
 PANEL = "Training"
@@ -95,7 +96,9 @@ def distill(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint, if there is one")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="no longer needed: a run that was begun goes on after its last checkpoint")
+    ] = False,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -115,15 +118,16 @@ def distill(
 ) -> None:
     """Train a student from scratch against a teacher's soft targets (or on the text alone).
 
-    SIGTERM ends it with a checkpoint and exit code 143. With --resume, torchrun --max-restarts goes on by itself.
+    Ctrl-C and SIGTERM end it with a checkpoint (exit codes 130 and 143), a second Ctrl-C at once. The same command goes
+    on: torchrun --max-restarts does so by itself.
     """
     with one_line_errors():
         from affine_attn.distill import estimate
         from affine_attn.distill.recipes import recipe, schedule_note, title
 
         chosen, called = recipe(name, assignments or ()), title(name)
-        if note := schedule_note(name, assignments or ()):
-            Console(stderr=True).print(note, markup=False, highlight=False)
+        if shrunk := schedule_note(name, assignments or ()):
+            note(shrunk)
         if dry_run:
             lines = estimate.dry_run(name, chosen, gpus, mfu)
             if sweep is not None:
@@ -141,18 +145,24 @@ def distill(
             rows = []
             with exit_codes_of_signals():
                 for label, each in grid(chosen, sweep, folder).items():
-                    Console(stderr=True).print(label, markup=False, highlight=False)
+                    note(label)
                     rows.append(outcome(label, each, folder))
             # Not through rich: rows must stay on their lines however narrow the terminal is.
             print(*table(rows), sep="\n")
             return
         from affine_attn.distill.run import run
 
-        with exit_codes_of_signals("--resume goes on after the last checkpoint, if there is one"):
-            folder = run(chosen, output or Path("runs") / called, resume)
+        place = RunFolder(output or Path("runs") / called)
+        finished = place.has_model
+        with exit_codes_of_signals("the same command goes on after the last checkpoint, if there is one"):
+            folder = run(chosen, place.path, resume or None, note)
         from affine_attn.models.folder import HOW_TO_LOAD
-    say(str(folder))
-    say(HOW_TO_LOAD)
+    # Once per job.
+    if os.environ.get("RANK", "0") == "0":
+        if finished:
+            note(f"{place.path}: finished before")
+        say(str(folder))
+        say(HOW_TO_LOAD)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -4,10 +4,13 @@ import dataclasses
 import importlib.util
 import logging
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from affine_attn.data.shards import fingerprint
 from affine_attn.data.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.data import held_out, sequences
+from affine_attn.distill.estimate import duration
 from affine_attn.distill.recipes import Recipe
 from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
@@ -29,7 +33,7 @@ from affine_attn.models.presets import at_length
 from affine_attn.runs.files import read_object, write_json, write_text
 from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder
 from affine_attn.runs.locks import alone_in_run
-from affine_attn.runs.provenance import environment
+from affine_attn.runs.provenance import device_name, environment
 from affine_attn.runs.series import LOSSES, result
 
 # They decide how a run is carried out; another value may be given on resuming.
@@ -40,13 +44,23 @@ _FREE = {
 
 
 class Terminated(Exception):
-    """SIGTERM came: the run has ended early, after a checkpoint."""
+    """A signal came, SIGTERM or that of Ctrl-C: the run has ended early, after a checkpoint."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM):
+        super().__init__(message)
+        self.number = number
 
 
-def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path:
+def run(
+    recipe: Recipe,
+    output: str | Path,
+    resume: bool | None = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Path:
     """Train the student of ``recipe`` and return the folder of the finished model.
 
     resume: go on with what the folder holds. False refuses a folder in which a run was begun; None takes any.
+    tell: called with lines for a person, before training and after it, in one process of the job.
     """
     output = Path(output)
     folder = RunFolder(output)
@@ -99,16 +113,24 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
             _require_own(checkpoint, identity)
         if (resume or folder.recipe.exists()) and args.should_save:
             found = f"going on after {checkpoint}" if checkpoint else f"{output} has no checkpoint, starting at step 1"
-            logging.getLogger(__name__).warning("--resume: %s", found)
+            logging.getLogger(__name__).warning("%s", found)
         # All ranks look before the first one writes.
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
             write_json(folder.recipe, dataclasses.asdict(recipe))
             write_json(folder.environment, environment(args) | {"data_sha256": tokens})
-        with _on_sigterm(trainer.stop):
+            student: Any = trainer.model
+            for line in _header(recipe, output, args, student.num_parameters()):
+                tell(line)
+        began = time.perf_counter()
+        with _on_signals(trainer.stop) as received:
             trainer.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - began
         if trainer.state.global_step < recipe.steps:
-            raise Terminated(f"stopped by SIGTERM: {get_last_checkpoint(str(output))} is complete, go on with --resume")
+            number = received[0] if received else signal.SIGTERM  # of another rank
+            by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            last = get_last_checkpoint(str(output))
+            raise Terminated(f"stopped by {by}: {last} is complete, the same command goes on", number)
         unfinished = folder.unfinished_model
         with all_or_nothing(unfinished, str(folder.model)):
             trainer.save_model(str(unfinished))
@@ -119,17 +141,44 @@ def run(recipe: Recipe, output: str | Path, resume: bool | None = False) -> Path
         if args.should_save:
             write_json(folder.result, result(folder))
             unfinished.replace(folder.model)
+            for line in _outcome(recipe, folder, seconds):
+                tell(line)
         trainer.accelerator.wait_for_everyone()
     return folder.model
+
+
+def _header(recipe: Recipe, output: Path, args: TrainingArguments, parameters: int) -> Iterator[str]:
+    """What is about to be trained, and where."""
+    where = f"{args.device.type} ({device_name(args.device)})"
+    many = f" x {args.world_size}" if args.world_size > 1 else ""
+    learns = f"teacher {recipe.teacher}" if recipe.teacher else "no teacher"
+    yield f"student   {recipe.student}, {recipe.attention} attention, {parameters:,} parameters; {learns}"
+    yield f"tokens    {recipe.tokens:,} in {recipe.steps:,} steps, from {recipe.data}"
+    yield f"device    {where}{many}, {recipe.dtype}"
+    yield f"output    {output}"
+
+
+def _outcome(recipe: Recipe, folder: RunFolder, seconds: float) -> Iterator[str]:
+    """What came of it, and what one may do with it."""
+    found = result(folder)
+    perplexity = f", held-out perplexity {found['valid_perplexity']:.2f}" if "valid_perplexity" in found else ""
+    memory = next((found[name] for name in ("peak_memory_bytes", "max_rss_bytes") if name in found), 0)
+    yield f"loss {found['loss']:.4f}{perplexity}"
+    yield f"{duration(seconds)}, {found['tokens_per_second']:,.0f} tokens/s, {memory / 2**30:.2f} GiB at most"
+    model, run, data = (quote(str(path)) for path in (folder.model, folder.path, recipe.data))
+    yield "next:"
+    yield f"  affine-attn eval {model} --shards {data} --length {recipe.sequence_length}"
+    yield f"  affine-attn analyze {run} --data {data}"
+    yield f"  affine-attn report {run}"
 
 
 def _training(recipe: Recipe, result: dict[str, Any]) -> str:
     """What the model card says of the run: its last losses and its recipe."""
     how = "with `affine-attn distill`" + (f" against the teacher {recipe.teacher}" if recipe.teacher else "")
     losses = [f"| {name} | {result[name]:.4f} |" for name in LOSSES if name in result]
-    fields = [f"    {name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    fields = [f"    {name}={value}" for name, value in _decisive(recipe).items()]
     table = ["| after the last step | |", "|---|---|", *losses]
-    return "\n".join(["", f"{recipe.steps} steps {how}.", "", *table, "", "The recipe:", "", *fields, ""])
+    return "\n".join(["", f"{recipe.steps} steps {how}.", "", *table, "", "What decides its numbers:", "", *fields, ""])
 
 
 def _require_target(recipe: Recipe, entries: int, teacher: PreTrainedModel | None) -> None:
@@ -153,16 +202,34 @@ def take_up(recipe: Recipe, output: Path) -> Path:
 
 
 @contextmanager
-def _on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Python lets the main thread alone handle signals; elsewhere SIGTERM does what it did."""
+def _on_signals(action: Callable[[], None]) -> Iterator[list[int]]:
+    """Act on SIGTERM and on Ctrl-C, and gather which came; a second Ctrl-C does what the first would have done.
+
+    Python lets the main thread alone handle signals; elsewhere they do what they did.
+    """
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: action())
+
+    def receive(number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            if number in received:
+                raise KeyboardInterrupt
+            print("\nCtrl-C: a checkpoint after this step; again leaves at once", file=sys.stderr)
+        received.append(number)
+        action()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        # A shell lets what runs in its background ignore Ctrl-C.
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, receive)
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def training_arguments(recipe: Recipe, output: Path) -> TrainingArguments:

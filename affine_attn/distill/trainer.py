@@ -5,8 +5,10 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -186,6 +188,13 @@ class DistillTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return GlobalSampler(len(dataset), self.args.max_steps * self.get_total_train_batch_size(self.args), seed)
 
+    def get_train_dataloader(self) -> Any:
+        """Trainer's, whose workers leave Ctrl-C to this process: a terminal sends it to all of them."""
+        loader: Any = super().get_train_dataloader()
+        reading = getattr(loader, "base_dataloader", loader)
+        reading.worker_init_fn = partial(_start_worker, reading.worker_init_fn)
+        return loader
+
     def _compiling_pays(self) -> bool:
         """Return True if the whole run pays for compiling its loss: a resumed run goes on with the same numbers."""
         student: Any = self.model
@@ -286,6 +295,12 @@ class DistillTrainer(Trainer):
                 Path(old).replace(unfinished / Path(old).name)
             shutil.rmtree(unfinished)
         self.accelerator.wait_for_everyone()
+
+
+def _start_worker(start: Callable[[int], object] | None, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if start is not None:
+        start(number)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def test_an_interrupted_one_goes_on_to_the_same_table(finished, caplog):
     assert (last / "checkpoint-3" / "trainer_state.json").stat().st_mtime_ns == begun
     assert untouched() == others
     assert again.count("finished before, reused") == len(RUNS) - 1
-    assert [record.getMessage() for record in caplog.records] == [f"--resume: going on after {last / 'checkpoint-3'}"]
+    assert [record.getMessage() for record in caplog.records] == [f"going on after {last / 'checkpoint-3'}"]
 
 
 def test_the_command_says_in_one_line_what_is_in_its_way(tmp_path, monkeypatch):

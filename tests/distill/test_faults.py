@@ -57,6 +57,8 @@ def matching(pattern: str, changes: list[str]) -> int:
 
 
 def _child(arguments: list[str], output: Path, fault: Fault, environment: dict[str, str]) -> None:
+    # A group of processes of its own, as a terminal's shell gives to a command.
+    os.setpgid(0, 0)
     rank = environment.get("RANK", "")
     descriptor = os.open(output.with_suffix(f".log{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -187,22 +189,43 @@ def test_sigterm_ends_a_run_with_a_checkpoint(data, whole, tmp_path):
     # While the fourth line of the metrics is written: the fifth step is the next that is logged.
     fault = Fault(LINE, 3, partial(signal.raise_signal, signal.SIGTERM))
     assert ended(start(command(data, output), output, fault)) == 143
-    stopped = f"stopped by SIGTERM: {output}/checkpoint-5 is complete, go on with --resume"
+    stopped = f"stopped by SIGTERM: {output}/checkpoint-5 is complete, the same command goes on"
     assert log(output).splitlines()[-1] == stopped
     assert len(metrics(output)) == 5
     assert not (output / "model").exists()
     assert resumes(data, output, whole)
-    assert f"--resume: going on after {output}/checkpoint-5" in log(output)
+    assert f"going on after {output}/checkpoint-5" in log(output)
 
 
 # Ctrl-C
 
 
-def test_ctrl_c_ends_a_run_at_once(data, whole, tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_the_same_command_goes_on(workers, data, whole, tmp_path):
+    """Whatever the step; with workers, whom a terminal sends it too."""
+    output, step = tmp_path / "run", random.Random(workers).randrange(1, STEPS - 2)
+    own = command(data, output, workers=workers)
+    assert ended(start(own, output, Fault(LINE, step, partial(os.killpg, 0, signal.SIGINT)))) == 130
+    done = len(metrics(output))
+    assert done < STEPS
+    assert log(output).splitlines()[-1] == (
+        f"stopped by Ctrl-C: {output}/checkpoint-{done} is complete, the same command goes on"
+    )
+    assert log(output).count("Ctrl-C: a checkpoint after this step; again leaves at once") == 1
+    assert "Traceback" not in log(output)
+    assert ended(start(own, output)) == 0
+    assert losses(output) == losses(whole.folder)
+
+
+def twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(data, whole, tmp_path):
     output = tmp_path / "run"
-    fault = Fault(LINE, 4, partial(signal.raise_signal, signal.SIGINT))
-    assert ended(start(command(data, output), output, fault)) == 130
-    stopped = "stopped by Ctrl-C: --resume goes on after the last checkpoint, if there is one"
+    assert ended(start(command(data, output), output, Fault(LINE, 4, twice))) == 130
+    stopped = "stopped by Ctrl-C: the same command goes on after the last checkpoint, if there is one"
     assert log(output).splitlines()[-1] == stopped
     assert "Traceback" not in log(output)
     assert resumes(data, output, whole)
@@ -307,7 +330,7 @@ def test_sigterm_to_one_rank_ends_both_with_one_checkpoint(data, tmp_path):
     fault = Fault(LINE, 3, partial(signal.raise_signal, signal.SIGTERM))
     assert [ended(rank) for rank in start_ranks(command(data, output, micro_batch=2), output, fault)] == [143, 143]
     for rank in "01":
-        assert f"{output}/checkpoint-5 is complete, go on with --resume" in log(output, rank)
+        assert f"{output}/checkpoint-5 is complete, the same command goes on" in log(output, rank)
     assert {f"rng_state_{rank}.pth" for rank in "01"} <= content(output / "checkpoint-5").keys()
 
 
@@ -350,8 +373,8 @@ def test_torchrun_restarts_and_resumes_after_a_lost_rank(nodes, data, tmp_path):
     finally:
         for torchrun in torchruns:
             torchrun.terminate()
-    assert f"--resume: {output} has no checkpoint, starting at step 1" in log(output)
-    assert f"--resume: going on after {output}/checkpoint-" in log(output)
+    assert f"{output} has no checkpoint, starting at step 1" in log(output)
+    assert f"going on after {output}/checkpoint-" in log(output)
     assert ended(start(command(data, alone, steps=steps), alone)) == 0
     for a, b in zip(losses(alone), losses(output), strict=True):
         # Two ranks add in another order than one, and that rounding grows with the steps.

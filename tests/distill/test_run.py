@@ -149,10 +149,27 @@ def test_a_run_from_the_command_line(data, tmp_path):
     # The forward that returned losses was the trainer's; this one has logits.
     assert student(torch.arange(4)[None]).logits.shape == (1, 4, VOCAB)
 
+    # Before and after: what, on what, where; what came of it, and what next.
+    said = result.stderr
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for told in (
+        f"student   nano, affine attention, {student.num_parameters():,} parameters; no teacher",
+        f"tokens    {12 * 4 * LENGTH:,} in 12 steps, from {data}",
+        f"device    {device} (",
+        f"output    {tmp_path / 'run'}",
+        f"loss {rows[-1]['loss']:.4f}, held-out perplexity {rows[-1]['valid_perplexity']:.2f}",
+        " tokens/s, ",
+        f"  affine-attn analyze {tmp_path / 'run'} --data {data}",
+    ):
+        assert said.count(told) == 1, told
+    assert result.stdout.splitlines()[0] == str(tmp_path / "run" / "model")
+
+    # The same command again finds it finished; another recipe is another run.
     again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 2
-    assert "holds a run: give --resume" in again.output
-    other = CliRunner().invoke(app, [*arguments, "seed=1", "--resume"])
+    assert (again.exit_code, again.stdout) == (0, result.stdout)
+    assert again.stderr == f"{tmp_path / 'run'}: finished before\n"
+    assert metrics(tmp_path / "run") == rows
+    other = CliRunner().invoke(app, [*arguments, "seed=1"])
     assert "was begun with seed=0, not 1" in other.output
 
 
