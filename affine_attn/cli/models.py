@@ -8,6 +8,7 @@ from rich.console import Console
 
 from affine_attn.cli.options import MAX_SEED, VARIANTS, Device, Model, one_of
 from affine_attn.cli.terminal import one_line_errors, say
+from affine_attn.errors import UserError
 
 app = typer.Typer()
 PANEL = "Models"
@@ -50,6 +51,22 @@ def convert(
         for line in convert_folder(
             source, target, attention, start_as_softmax, gguf_file, length, to_plain, with_code, verbose
         ):
+            say(line)
+
+
+@app.command(rich_help_panel=PANEL)
+def export(
+    model: Model,
+    onnx: Annotated[bool, typer.Option("--onnx", help="as ONNX, the one format there is")] = False,
+    output: Annotated[Path | None, typer.Option(help="the file to write; default: MODEL/model.onnx")] = None,
+) -> None:
+    """Write a model for programs without this package, and compare what onnxruntime makes of it with torch."""
+    with one_line_errors():
+        from affine_attn.models.onnx import export_folder
+
+        if not onnx:
+            raise UserError("export: give --onnx; it is the one format there is")
+        for line in export_folder(model, output):
             say(line)
 
 

@@ -70,10 +70,13 @@ def weights(p: Tensor, visible: Tensor, alpha: Tensor | None, beta: Tensor | Non
 
 def grouped_matmul(x: Tensor, m: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x [B, H, T, n] @ m [B, Hkv, n, d], query head h with kv head h // (H / Hkv), without copying m."""
-    rows = x.unflatten(1, (m.shape[1], -1)).flatten(2, 3)
+    group = x.shape[1] // m.shape[1]
+    # By way of one dimension: for the stride of heads and queries together torch.export would have to know
+    # which of T and T * T is less, and it cannot say.
+    rows = x.flatten(1).view(x.shape[0], m.shape[1], group * x.shape[2], x.shape[3])
     with own_precision(x):
         product = rows @ m if dtype is None else (rows.to(dtype) @ m.to(dtype)).to(x.dtype)
-    return product.unflatten(2, (x.shape[1] // m.shape[1], x.shape[2])).flatten(1, 2)
+    return product.unflatten(2, (group, x.shape[2])).flatten(1, 2)
 
 
 def sums_of_visible(visible: Tensor, x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 COMMANDS = (
-    "demo", "variants", "bench", "convert", "generate", "prepare", "distill", "recipes", "cache-teacher", "eval",
-    "eval-score", "analyze", "report",
+    "demo", "variants", "bench", "convert", "export", "generate", "prepare", "distill", "recipes", "cache-teacher",
+    "eval", "eval-score", "analyze", "report",
 )  # fmt: skip
 
 
