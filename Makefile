@@ -15,9 +15,8 @@ OLDEST_TRITON := .venv/oldest-triton
 .PHONY: demo test docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common bench \
 	gallery lint fmt clean
 
-# Where other programs use the cores too, threads that wait by spinning make steps many times slower.
 demo: .venv/.demo
-	OMP_WAIT_POLICY=passive $(BIN)/affine-attn demo
+	$(BIN)/affine-attn demo
 
 test: .venv/.installed $(OLDEST_TRITON) lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not aot_full and not faults"

@@ -9,7 +9,8 @@ import typer
 
 from affine_attn import __version__
 from affine_attn.cli import evaluation, models, start, training
-from affine_attn.cli.imports import Commands, Imports, import_entry_points
+from affine_attn.cli.commands import Commands
+from affine_attn.cli.imports import Imports, import_entry_points
 from affine_attn.cli.terminal import one_line_errors, show_tracebacks
 
 app = typer.Typer(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from affine_attn.cli.early import require_files, require_models
 from affine_attn.cli.options import MAX_SEED, TASKS, BatchSize, Device, Dtype, Model, one_of
 from affine_attn.cli.terminal import console, one_line_errors, say
 
@@ -128,6 +129,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are reused."""
     with one_line_errors():
+        require_models(model)
+        require_files([*(text or ()), *(shards or ()), *([import_scores] if import_scores else [])])
         from affine_attn.evaluate import results, run
         from affine_attn.models.load import ModelHandle
 
@@ -174,6 +177,8 @@ def eval_score(
 ) -> None:
     """Score exported requests on a machine that has torch and transformers, but no harness and none of its data."""
     with one_line_errors():
+        require_models(model)
+        require_files([requests])
         from affine_attn.evaluate.score import score_file
         from affine_attn.models.load import ModelHandle
 
@@ -230,6 +235,8 @@ def analyze(
     and keys is ever held, so long sequences fit. docs/metrics.md defines every number.
     """
     with one_line_errors():
+        require_models(*models)
+        require_files([data])
         from affine_attn.analyze import run
 
         draw_all = None
@@ -272,6 +279,7 @@ def report(
     models is in it; where there is nothing, it names the command. The page can save each figure as PNG and SVG too.
     """
     with one_line_errors():
+        require_files(runs)
         from affine_attn.report import write_report
 
         path = write_report(runs, output, figures)

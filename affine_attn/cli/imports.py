@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from affine_attn.cli.terminal import one_line_errors
 from affine_attn.errors import UserError, first_line
@@ -38,16 +37,6 @@ Imports = Annotated[
         expose_value=False,
     ),
 ]
-
-
-class Commands(TyperGroup):
-    """A group whose commands have its ``--import`` too: it may stand before the name of a command or after it."""
-
-    def __init__(self, **attributes: Any):
-        super().__init__(**attributes)
-        shared = [parameter for parameter in self.params if "--import" in parameter.opts]
-        for command in self.commands.values():
-            command.params = [*command.params, *shared]
 
 
 def import_definitions(place: str) -> ModuleType:

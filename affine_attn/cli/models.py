@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from affine_attn.cli.early import require_models
 from affine_attn.cli.options import MAX_SEED, VARIANTS, Device, Model, one_of
 from affine_attn.cli.terminal import one_line_errors, say
 from affine_attn.errors import UserError
@@ -84,6 +85,7 @@ def generate(
 ) -> None:
     """Continue a prompt, token by token, and say how fast: the text on stdout, the speed on stderr."""
     with one_line_errors():
+        require_models(model)
         from affine_attn.models.generate import generate_text
 
         speed = generate_text(model, prompt, max_new_tokens, temperature, seed, device, recent)

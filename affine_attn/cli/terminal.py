@@ -47,6 +47,10 @@ def show_tracebacks(wanted: bool) -> None:
     _debug = wanted
 
 
+def tracebacks_are_shown() -> bool:
+    return _debug
+
+
 def _sentence(error: Exception) -> str:
     if not isinstance(error, UserError) and isinstance(error, OSError):
         # Without the number that stands before it.

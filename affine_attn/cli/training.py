@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from affine_attn.cli.early import require_files, require_recipe
 from affine_attn.cli.options import RECIPES, Device, Recipe, fields, one_of
 from affine_attn.cli.terminal import console, exit_codes_of_signals, note, one_line_errors, say, training_bar_alone
 from affine_attn.runs.layout import RunFolder
@@ -122,6 +123,7 @@ def distill(
     on: torchrun --max-restarts does so by itself.
     """
     with one_line_errors():
+        require_recipe(name, assignments or ())
         from affine_attn.distill import estimate
         from affine_attn.distill.recipes import recipe, schedule_note, title
 
@@ -179,6 +181,8 @@ def recipes(
     Source: paper, where the affine paper states this value; default, a choice of this package; else the recipe.
     """
     with one_line_errors():
+        if name is not None:
+            require_recipe(name, ())
         from affine_attn.distill.recipes import RECIPES, explained, summary, title
 
         heads = ("field", "value", "source", "meaning") if name else ("recipe", "what for")
@@ -225,6 +229,7 @@ def cache_teacher(
     share the work.
     """
     with one_line_errors():
+        require_files([data])
         from affine_attn.data import shards
         from affine_attn.distill import cache, estimate
 

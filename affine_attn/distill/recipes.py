@@ -5,7 +5,6 @@ Defaults are the affine paper's (arXiv 2602.23057) where it states a value. Fiel
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from affine_attn.checks import nearest
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.data.shards import TEACHER_CACHE
 from affine_attn.distill.losses import LossSpec
@@ -407,8 +407,7 @@ def explained(name: str) -> list[Explained]:
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return nearest(name, known) or f"; there are {', '.join(known)}"
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

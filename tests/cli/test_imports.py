@@ -187,7 +187,7 @@ def test_a_file_is_a_recipe(tmp_path, monkeypatch):
     ):
         file.write_text(text)
         assert message in refused("distill", "mine.toml")
-    assert "there is no recipe file none.toml" in refused("distill", "none.toml")
+    assert "there is no file or folder none.toml" in refused("distill", "none.toml")
 
 
 def test_fewer_steps_alone_shrink_warmup_and_decay_and_say_so():

@@ -490,7 +490,7 @@ def test_mistakes_are_one_sentence(runs, tmp_path):
     begun.mkdir()
     shutil.copy(runs[0] / "recipe.json", begun)
     for folders, message in (
-        ([tmp_path / "nowhere"], "there is no folder"),
+        ([tmp_path / "nowhere"], "there is no file or folder"),
         ([empty], "is no run of affine-attn distill (it has no recipe.json)"),
         ([begun], "has no step in metrics.jsonl yet"),
         ([runs[0], runs[0]], "the same folder is given twice"),
