@@ -39,6 +39,7 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
 
 
+_SDPA = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -82,7 +83,11 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors)
+        if torch.is_grad_enabled():
+            for x in self.tensors:
+                if x is not None and x.requires_grad:
+                    return True
+        return False
 
     def count(self) -> Tensor:
         return self.mask.count(self.tq, self.tk, self.q.device)
@@ -119,7 +124,7 @@ def refuse_context_parallel() -> None:
     """Raise while torch's ``context_parallel`` is on: it shards sequences, and gathers keys for its own SDPA alone."""
     # Asked of the function that it replaces, since torch has no question for it.
     sdpa = F.scaled_dot_product_attention
-    if sdpa is torch._C._nn.scaled_dot_product_attention:  # pyright: ignore[reportAttributeAccessIssue]
+    if sdpa is _SDPA:
         return
     if sdpa.__module__.startswith("torch.distributed.tensor.experimental"):
         raise ValueError(
@@ -135,6 +140,7 @@ class Output(NamedTuple):
     saved_out: Tensor | None = None  # attention output after the sink; None where y itself is that
     saved_lse: Tensor | None = None  # the log-sum-exp its backward must see, fp32 [B, H, Tq]; None: it recomputes
     saved_sums: Tensor | None = None  # sums of tiles of v; None where nothing needs them
+    is_clean: bool = False  # q, k and v were looked at, and are finite
 
     @property
     def attended(self) -> Tensor:
@@ -164,6 +170,8 @@ def checked_call(
 ) -> Call:
     """Validate and normalise."""
     refuse_context_parallel()
+    # What a tensor is asked for is asked once: a small call is short.
+    dtype = device = None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
@@ -171,26 +179,28 @@ def checked_call(
             raise ValueError(
                 f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}"
             )
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be a floating point tensor, got {tensor.dtype}; it may have 16, 32 or 64 bits"
-            )
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"q, k and v must share a dtype, got {q.dtype} for q and {tensor.dtype} for {name}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q is on {q.device}; all must share a device")
-    batch, heads, tq, dim = q.shape
-    kv_heads, tk, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    if k.shape[:3] != v.shape[:3]:
+        of_tensor, place = tensor.dtype, tensor.device
+        if of_tensor not in _DTYPES:
+            raise ValueError(f"{name} must be a floating point tensor, got {of_tensor}; it may have 16, 32 or 64 bits")
+        if dtype is None:
+            dtype, device = of_tensor, place
+        if of_tensor != dtype:
+            raise ValueError(f"q, k and v must share a dtype, got {dtype} for q and {of_tensor} for {name}")
+        if place != device:
+            raise ValueError(f"{name} is on {place}, q is on {device}; all must share a device")
+    (batch, heads, tq, dim), of_k, of_v = q.shape, k.shape, v.shape
+    batch_of_k, kv_heads, tk, dim_of_k = of_k
+    value_dim = of_v[3]
+    if of_k[:3] != of_v[:3]:
         raise ValueError(
-            f"k and v must have the same shape, their last dimension aside, got {list(k.shape)} and {list(v.shape)}"
+            f"k and v must have the same shape, their last dimension aside, got {list(of_k)} and {list(of_v)}"
         )
     if dim == 0 or value_dim == 0:
         raise ValueError(
-            f"q, k and v must have at least one channel per head, got {list(q.shape)} for q and {list(v.shape)} for v"
+            f"q, k and v must have at least one channel per head, got {list(q.shape)} for q and {list(of_v)} for v"
         )
-    if k.shape[0] != batch or k.shape[3] != dim:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must agree in batch and head_dim")
+    if batch_of_k != batch or dim_of_k != dim:
+        raise ValueError(f"q {list(q.shape)} and k {list(of_k)} must agree in batch and head_dim")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k has {kv_heads}: the heads of q must be a multiple of those of k")
     if not isinstance(mask, Mask):
@@ -225,7 +235,8 @@ def checked_call(
     if factor <= 0:
         # Stock kernels multiply the scores of masked keys too, and minus infinity has to stay what it is.
         q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
-    q, k, v = _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v)
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        q, k, v = _with_dense_rows(q), _with_dense_rows(k), _with_dense_rows(v)
     gate = None if gate is None else _with_dense_rows(gate)
     return Call(q, k, v, mask, factor, curve, coefficients, sink, alpha, beta, gate, bias)
 

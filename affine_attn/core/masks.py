@@ -127,8 +127,11 @@ class Mask:
     @property
     def restrictions(self) -> tuple[str, ...]:
         """What hides keys besides causality, by name: tensors first."""
+        tensors = self.tensors
+        if not tensors and self.window is None and self.window_after is None:
+            return ()
         windows = () if self.window is None else ("window",)
-        return (*self.tensors, *windows, *(() if self.window_after is None else ("window_after",)))
+        return (*tensors, *windows, *(() if self.window_after is None else ("window_after",)))
 
     def check(self, scores: tuple[int, ...], device: torch.device) -> None:
         """Raise if a tensor of the mask does not fit scores [B, H, Tq, Tk]."""
@@ -152,8 +155,9 @@ class Mask:
 
     def positions(self, tq: int, tk: int, device: torch.device) -> Tensor:
         """Key slot of each query, [B or 1, Tq]; negative where a row has fewer filled slots than queries."""
-        length = tk if self.lengths is None else self.lengths.to(torch.int64)[:, None]
-        return torch.arange(tq, device=device)[None] + (length - tq)
+        if self.lengths is None:
+            return torch.arange(tk - tq, tk, device=device)[None]
+        return torch.arange(tq, device=device)[None] + (self.lengths.to(torch.int64)[:, None] - tq)
 
     def predicate(self, tq: int, tk: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """sees(b, h, i, j): broadcastable index tensors in, bool out; also FlexAttention's mask_mod."""
@@ -357,10 +361,11 @@ class Mask:
 
     def _bounds(self, tq: int, tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """First and last slot a query could see before documents and padding, each [B or 1, Tq]."""
-        p = self.positions(tq, tk, device)
-        last = tk - 1 if self.lengths is None else self.lengths.to(torch.int64)[:, None] - 1
-        after, high = 0 if self.causal else self.window_after, last + torch.zeros_like(p)
-        high = high if after is None else torch.minimum(p + after, high)
+        high = p = self.positions(tq, tk, device)
+        if not self.causal:
+            last = tk - 1 if self.lengths is None else self.lengths.to(torch.int64)[:, None] - 1
+            high = last + torch.zeros_like(p)
+            high = high if self.window_after is None else torch.minimum(p + self.window_after, high)
         low = torch.zeros_like(p) if self.window is None else (p - self.window + 1).clamp(min=0)
         return low, high
 

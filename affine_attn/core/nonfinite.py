@@ -36,7 +36,7 @@ def careful(call: Call, forward: Callable[[Call], Output]) -> Output:
     """Run ``forward`` on zeroed copies, and put NaN where a row has or sees what was not finite."""
     clean, poisoned = _clean(call)
     output = forward(clean)
-    return output._replace(y=output.y.masked_fill(poisoned, float("nan")))
+    return output._replace(y=output.y.masked_fill(poisoned, float("nan")), is_clean=False)
 
 
 def careful_gradients(

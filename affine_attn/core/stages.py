@@ -90,7 +90,9 @@ def sums_of_visible(visible: Tensor, x: Tensor) -> Tensor:
 def own_precision(x: Tensor) -> AbstractContextManager:
     """Return a context without autocast, which would round scores and weights to 16 bits."""
     # Tensors without numbers know no autocast.
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(kind := x.device.type):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def row_dtype(x: Tensor) -> torch.dtype:

@@ -31,11 +31,11 @@ def compose(
     name: str,
     attend: Attention,
     attend_backward: AttentionBackward,
-    guarded_on: tuple[str, ...],
+    guarded: tuple[str, ...],
     whole_forwards: Mapping[str | None, Callable[[Call], Output]] = {},
     whole_backwards: Mapping[str | None, Callable[[Call, Tensor, Output], Gradients]] = {},
 ) -> Run:
-    """Return the engine's ``run``; ``guarded_on`` are the devices where non-finite keys and values are looked for.
+    """Return the engine's ``run``; ``guarded`` are the kernels beside which non-finite inputs are looked for.
 
     The whole ones do all stages, for plans that have their name. What a forward saves suits any backward.
     """
@@ -43,27 +43,24 @@ def compose(
     def forward(call: Call, plan: Plan) -> Output:
         scaled = row_scaled(call, plan.epilogue == "kernels")
         if plan.forward in whole_forwards:
-            output = whole_forwards[plan.forward](scaled)
-            return output._replace(y=_like_q(output.y, call))
+            return whole_forwards[plan.forward](scaled)
         epilogue = _epilogue(plan)
         begun = epilogue.begin(call)
         o, z = attend(scaled, plan.forward)
         # Bad values make o bad. Bad scores may be hidden, since the CPU's operator takes rows of NaN for empty ones.
-        if is_guarded(call) and not (all_finite(call.q, call.k, o) or is_clean(call)):
+        is_guarded = plan.forward in guarded
+        if is_guarded and not (all_finite(call.q, call.k, o) or is_clean(call)):
             return careful(call, lambda clean: forward(clean, plan))
         # Kernels read contiguous row statistics; torch takes them as they come.
         z = z.contiguous() if plan.epilogue == "kernels" else z
-        output = epilogue.apply_epilogue(call, _like_q(o, call), z, begun)
-        y = _like_q(output.y, call)
-        return output if y is output.y else output._replace(y=y)
-
-    def is_guarded(call: Call) -> bool:
-        return call.q.device.type in guarded_on
+        output = epilogue.apply_epilogue(call, o, z, begun)
+        # Where a mask hides values, o says nothing of them.
+        return Output(*output[:4], is_clean=is_guarded and not call.mask.restrictions)
 
     def backward(call: Call, plan: Plan, dy: Tensor, output: Output) -> Gradients:
         gradients = run_backward(call, plan, dy, output)
         # Matmuls with bad keys and values make dq bad, those with bad queries dk.
-        if not is_guarded(call) or all_finite(gradients.q, gradients.k) or is_clean(call):
+        if output.is_clean or plan.backward not in guarded or all_finite(gradients.q, gradients.k) or is_clean(call):
             return gradients
         return careful_gradients(
             call, dy, lambda clean: forward(clean, plan), lambda clean, output: run_backward(clean, plan, dy, output)
@@ -110,11 +107,3 @@ def _times_row_scale(call: Call, x: Tensor, out: Tensor, is_fused: bool) -> Tens
         return launch.scale_rows(x, scale, out)
     # Written in x's type directly: a result of its own would be fp32, three times the bytes to move.
     return torch.mul(x, scale[..., None], out=out)
-
-
-def _like_q(x: Tensor, call: Call) -> Tensor:
-    """x in q's dense layout, as the fake promises; a no-op for what the kernels return in that layout."""
-    if x.stride() == call.q.stride():
-        return x
-    y = torch.empty_like(call.q)
-    return x if x.stride() == y.stride() else y.copy_(x)

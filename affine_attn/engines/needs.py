@@ -98,9 +98,8 @@ class Questions:
 
     __slots__ = ("batch", "heads", "keys", "queries")
 
-    def __init__(self, call: Call):
-        self.batch, self.heads, self.queries, _ = call.q.shape
-        self.keys = call.k.shape[2]
+    def __init__(self, batch: int, heads: int, queries: int, keys: int):
+        self.batch, self.heads, self.queries, self.keys = batch, heads, queries, keys
 
     @property
     def is_empty(self) -> bool:
@@ -143,6 +142,12 @@ class Answers(NamedTuple):
     is_short: bool
     is_crowded: bool
     is_broad: bool
+
+
+@functools.lru_cache(1024)
+def _answers(batch: int, heads: int, queries: int, keys: int) -> Answers:
+    questions = Questions(batch, heads, queries, keys)
+    return Answers(*(getattr(questions, name) for name in Answers._fields))
 
 
 class Facts(NamedTuple):
@@ -192,8 +197,8 @@ def is_traced(call: Call) -> bool:
 
 
 def facts_of(call: Call, machine: Machine | None = None) -> Facts:
-    is_tracing = is_traced(call)
-    q, sizes = call.q, Questions(call)
+    q, is_tracing = call.q, is_traced(call)
+    (batch, heads, queries, head_dim), keys = q.shape, call.k.shape[2]
     if machine is None:
         machine = (
             machine_of(q.device, launch.INTERPRETED, is_tracing=True)
@@ -201,7 +206,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
             else _known_machine(q.device, launch.INTERPRETED)
         )
     # Not while a compiler traces: it would put the question into every graph.
-    has_transforms = not torch.compiler.is_compiling() and (
+    has_transforms = not (is_tracing and torch.compiler.is_compiling()) and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
     return Facts(
@@ -212,7 +217,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         has_transforms,
         call.needs_grad,
         q.dtype,
-        q.shape[3],
+        head_dim,
         call.v.shape[3],
         type(call.curve),
         type(call.logit),
@@ -225,16 +230,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.beta is not None,
         call.gate is not None,
         call.bias is not None,
-        sizes
-        if is_tracing
-        else Answers(
-            sizes.is_empty,
-            sizes.is_overlong,
-            sizes.is_single,
-            sizes.is_short,
-            is_crowded := sizes.is_crowded,
-            is_crowded and sizes.is_broad,
-        ),
+        (Questions if is_tracing else _answers)(batch, heads, queries, keys),
     )
 
 

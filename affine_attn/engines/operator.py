@@ -96,7 +96,7 @@ def on_its_device(function):
     @functools.wraps(function)
     def run(call: Call, *rest):
         device = call.q.device
-        if device.type != "cuda":
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(call, *rest)
         with torch.cuda.device(device):
             return function(call, *rest)
@@ -119,7 +119,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
     def run_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
         call = unflatten(flat)
         # Gradients are asked for, whatever the grad mode is inside of an operator.
-        saved = Output(y, *(x if x.numel() else None for x in (out, lse, sums)))
+        saved = Output(y, _given(out), _given(lse), _given(sums))
         gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, saved)
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
@@ -164,10 +164,11 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         def forward(ctx, call: Call, facts: Facts, *tensors):
             output = planned(call, facts)
             # Of the call the options and the mask alone: what else it holds is saved, where hooks can see it.
+            y, out, lse, sums, ctx.is_clean = output
             ctx.facts, ctx.options, ctx.mask = facts, call.options, call.mask
-            y, *saved = output
-            kept = y if output.saved_out is None and output.saved_lse is not None else None
-            ctx.save_for_backward(kept, *saved, *tensors, *call.mask.tensors.values())
+            kept = y if out is None and lse is not None else None
+            # Those of the mask too, so that a change of one in place is told.
+            ctx.save_for_backward(kept, out, lse, sums, *tensors, *call.mask.tensors.values())
             ctx.set_materialize_grads(False)
             return y
 
@@ -191,7 +192,8 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
                     None if x is None else gradient for x, gradient in zip(tensors[:_GRADIENTS], found, strict=True)
                 ]
             else:
-                gradients = planned_backward(call, facts_now(name, ctx.facts), dy, Output(y, out, lse, sums))
+                saved = Output(y, out, lse, sums, ctx.is_clean)
+                gradients = planned_backward(call, facts_now(name, ctx.facts), dy, saved)
             return (None, None, *gradients)
 
     def run(call: Call, facts: Facts) -> Tensor:
@@ -204,7 +206,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
 
 def _filled(output: Output) -> tuple[Tensor, ...]:
     """Return an output as an operator has it: what is not there is an empty tensor, and row statistics are dense."""
-    y, out, lse, sums = output
+    y, out, lse, sums, _ = output
     of_rows = y if lse is None else lse
     return (
         y,
@@ -212,6 +214,11 @@ def _filled(output: Output) -> tuple[Tensor, ...]:
         of_rows.new_empty(0) if lse is None else lse.contiguous(),
         of_rows.new_empty(0) if sums is None else sums,
     )
+
+
+def _given(x: Tensor) -> Tensor | None:
+    """Return what :func:`_filled` was given in the place of this tensor."""
+    return x if x.numel() else None
 
 
 def _no_second_derivative(ctx, *_):
@@ -232,7 +239,9 @@ def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
 def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     def run(*flat) -> tuple[Tensor, ...]:
         call = unflatten(flat)
-        return _filled(planned(call, facts_of(call)))
+        output = planned(call, facts_of(call))
+        out = None if output.saved_out is None else _like_new(output.saved_out, call)
+        return _filled(output._replace(y=_like_new(output.y, call), saved_out=out))
 
     def run_fake(*flat) -> tuple[Tensor, ...]:
         call = unflatten(flat)
@@ -242,6 +251,14 @@ def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
     op = torch.library.custom_op(f"affine_attn::{name}", run, mutates_args=(), schema=schema)
     op.register_fake(run_fake)
     return op
+
+
+def _like_new(x: Tensor, call: Call) -> Tensor:
+    """A result in the layout of a new one, which fakes promise; stock kernels choose their own."""
+    if x.stride() == call.q.stride():
+        return x
+    promised = call.new_output()
+    return x if x.stride() == promised.stride() else promised.copy_(x)
 
 
 def _laid_out_like(x: Tensor, gradient: Tensor) -> Tensor:

@@ -28,4 +28,11 @@ def _attend_backward(
     return aten.backward(kernel, do, call.q, call.k, call.v, out, lse, call.scale, m.causal, m.window)
 
 
-run = compose("sdpa", _attend, _attend_backward, ("cpu",), {"sm90": forward.forward}, {"sm90": backward.backward})
+run = compose(
+    "sdpa",
+    _attend,
+    _attend_backward,
+    ("flash_for_cpu", "cpu_masks"),
+    {"sm90": forward.forward},
+    {"sm90": backward.backward},
+)

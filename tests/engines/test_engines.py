@@ -15,7 +15,7 @@ from affine_attn.core import call as call_module
 from affine_attn.core import pieces
 from affine_attn.core.blocks import sums_in_blocks, sums_in_blocks_backward
 from affine_attn.core.call import checked_call
-from affine_attn.engines import aten, cpu_masks, flex
+from affine_attn.engines import cpu_masks, flex
 from affine_attn.engines.operator import on_its_device
 from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
@@ -214,8 +214,10 @@ def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
     """Triton launches on the current device, which a model spread over several GPUs leaves at the first."""
     current, attended = [], []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
-    call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 1)))
-    assert on_its_device(lambda _, x: x + 1)(call, 2) == 3
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for index in (0, 1):
+        call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", index)))
+        assert on_its_device(lambda _, x: x + 1)(call, 2) == 3
     assert current == [torch.device("cuda", 1)]
     assert on_its_device(attended.append)(checked_call(*torch.randn(3, 1, 1, 4, 8))) is None
     assert len(current) == len(attended) == 1
@@ -239,14 +241,14 @@ def test_pieces_of_masks_add_up(mask, name, dtype, monkeypatch):
 @pytest.mark.parametrize(("queries", "calls"), [(1, [(2, 4)]), (3, [(2, 12), (8, 3)]), (17, [(8, 17), (8, 17)])])
 def test_a_group_of_heads_reads_its_keys_once(queries, calls, monkeypatch):
     """On the CPU's operator the heads of a group are more queries of one head, where there are few."""
-    operator, seen = aten.aten._scaled_dot_product_flash_attention_for_cpu, []
+    operator, seen = torch._scaled_dot_product_flash_attention_for_cpu, []
 
     def watched(q, *rest, **options):
         seen.append(tuple(q.shape[1:3]))
         return operator(q, *rest, **options)
 
     inputs = random_inputs(SPECS["affine"], Shape(2, 8, 2, queries, 40, 16))
-    monkeypatch.setattr(aten, "aten", SimpleNamespace(_scaled_dot_product_flash_attention_for_cpu=watched))
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention_for_cpu", watched)
     y = attention(**inputs, impl="sdpa")
     assert seen == calls
     torch.testing.assert_close(y, attention(**inputs, impl="reference"))

@@ -82,7 +82,7 @@ MUTATIONS: dict[str, Mutation] = {
         EPILOGUE, "torch.where(self.lse == sink, 0.0, sink - self.lse)", "(sink - self.lse)", _SINKS[:1]
     ),
     "dv is rounded twice": Mutation(
-        EPILOGUE, "(self.du, call)).to(call.v.dtype)", "(self.du, call).to(call.v.dtype))",
+        EPILOGUE, "dv += _values_backward(self.du, call)", "dv += _values_backward(self.du, call).to(dv.dtype)",
         _ROUNDED_ONCE,
     ),
     "the gradient of a sink is summed in 16 bits": Mutation(

@@ -12,7 +12,7 @@ the cache through all its operations.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ def combine(
     """gate * (alpha * o' + beta * u) in ``dtype``; o [B, H, T, D], u [B, Hkv, T or 1, D]."""
     y = o.to(dtype) if alpha is None else o * alpha.to(dtype).unsqueeze(-1)
     if u is not None and beta is not None:
+        y = y.clone() if y is o else y  # which is changed in place
         beta = beta.to(dtype).unsqueeze(-1)
         if u.shape[1] == y.shape[1]:
-            y = torch.addcmul(y, beta, u)
+            y.addcmul_(beta, u)
         else:
-            y = torch.addcmul(_groups(y, u), _groups(beta, u), u.unsqueeze(2)).flatten(1, 2)
+            _groups(y, u).addcmul_(_groups(beta, u), u.unsqueeze(2))
     return y if gate is None else y * gate.to(dtype)
 
 
@@ -56,7 +57,8 @@ def begin(call: Call) -> None:
 
 def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Output:
     """Return y and what the backward needs, for Tq <= Tk where the mask is causal alone."""
-    o, z = rescale_by_sink(o, z, call)
+    if call.sink is not None:
+        o, z = rescale_by_sink(o, z, call)
     if call.alpha is None and call.beta is None and call.gate is None:
         return Output(o, None, z)
     dtype, y = row_dtype(call.q), None
@@ -81,11 +83,11 @@ class RowGradients:
         has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
         if not has_rows and not isinstance(call.sink, Tensor):
             # A constant sink is in out and lse already.
-            self.do = _dense_like(call.q, dy)
+            self.do = _dense(dy, call.q, o)
             return
         parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
         do, *found = zip(*parts, strict=True)
-        self.do = _dense_like(call.q, do[0] if len(do) == 1 else torch.cat(do, 2))
+        self.do = _dense(do[0] if len(do) == 1 else torch.cat(do, 2), call.q, o)
         self.along_o, self.dbeta, self.dgate, self.du = (x[0] if len(x) == 1 else _joined(x) for x in found)
 
     def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Any, ...]:
@@ -94,35 +96,36 @@ class RowGradients:
         alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
         # In fp32 before any multiplication: 16-bit results would be rounded to 16 bits.
         g, o_rows = _rows(dy, rows).to(dtype), _rows(o, rows)
-        dgate = dbeta = du = along_o = None
+        dgate = dbeta = du = along_o = product = None
         if gate is not None:
             dgate = g * combine(o_rows, u, alpha, beta, None, dtype)
             dgate = (dgate.sum(-1, keepdim=True) if gate.shape[-1] == 1 else dgate).to(gate.dtype)
             g = g * gate
+        # Memory for one product at a time: what is new has to be made by the system first, which takes longer.
         if alpha is not None or isinstance(call.sink, Tensor):
-            along_o = (g * o_rows).sum(-1)
+            product = g * o_rows
+            along_o = product.sum(-1)
         if beta is not None and u is not None:
-            beta = beta.to(dtype).unsqueeze(-1)
+            beta, product = beta.to(dtype).unsqueeze(-1), torch.empty_like(g) if product is None else product
             if u.shape[1] == g.shape[1]:
-                dbeta, du = (g * u).sum(-1), g * beta
+                dbeta, du = torch.mul(g, u, out=product).sum(-1), g * beta
             else:
-                groups = _groups(g, u)
-                dbeta = (groups * u.unsqueeze(2)).sum(-1).flatten(1, 2)
-                du = (groups * _groups(beta, u)).sum(2)
-        do = g if alpha is None else g * alpha.unsqueeze(-1)
+                groups, of_groups = _groups(g, u), _groups(product, u)
+                dbeta = torch.mul(groups, u.unsqueeze(2), out=of_groups).sum(-1).flatten(1, 2)
+                du = torch.mul(groups, _groups(beta, u), out=of_groups).sum(2)
+        do = g if alpha is None else torch.mul(g, alpha.to(dtype).unsqueeze(-1), out=product)
         # In q's type at once: tiles are kept until all are there.
         return do.to(call.q.dtype), along_o, dbeta, dgate, du
 
-    @contextmanager
-    def incoming(self) -> Iterator[Tensor]:
+    def incoming(self) -> AbstractContextManager[Tensor]:
         """Give the gradient for the attention's backward, which is launched inside."""
-        yield self.do
+        return nullcontext(self.do)
 
     def finish(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
         """Return all gradients, from those of the attention."""
         call = self.call
         if self.du is not None:
-            dv = (dv + _values_backward(self.du, call)).to(call.v.dtype)
+            dv += _values_backward(self.du, call)  # added in fp32, rounded once
         dsink = None
         if isinstance(call.sink, Tensor):
             assert self.along_o is not None
@@ -144,8 +147,8 @@ def new_saved_sums(call: Call) -> Tensor:
 
 def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
     """(rows, u of these rows [B, Hkv, rows or 1, D]); rows are None for all, u where the call has no beta."""
-    v, beta, older = call.v, call.beta, call.tk - call.tq
-    batch, heads, queries, dim = call.q.shape
+    v, beta, (batch, heads, queries, dim) = call.v, call.beta, call.q.shape
+    older = call.tk - queries
     step = max(16, _TILE_ENTRIES // max(batch * heads * dim, 1)) if call.q.device.type == "cpu" else queries
     if beta is not None and call.mask.restrictions:
         sums = visible_sums(v, pieces_of(call.mask, call.tq, call.tk, v.device), queries)
@@ -175,9 +178,10 @@ def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
         yield rows, u
 
 
-def _dense_like(q: Tensor, x: Tensor) -> Tensor:
+def _dense(x: Tensor, q: Tensor, o: Tensor) -> Tensor:
     """Return x as a stock backward reads it: the gradient of a sum, say, is one number everywhere."""
-    return x if x.stride() == q.stride() or x.is_contiguous() else torch.empty_like(q).copy_(x)
+    steps = x.stride()
+    return x if steps == q.stride() or steps == o.stride() or x.is_contiguous() else torch.empty_like(q).copy_(x)
 
 
 def _rows(x: Tensor, rows: slice | None) -> Tensor:
@@ -205,4 +209,5 @@ def _values_backward(du: Tensor, call: Call) -> Tensor:
 
 def _groups(x: Tensor, u: Tensor) -> Tensor:
     """[B, H, ...] -> [B, Hkv, g, ...]."""
-    return x.view(x.shape[0], u.shape[1], x.shape[1] // u.shape[1], *x.shape[2:])
+    (batch, heads, *rest), kv_heads = x.shape, u.size(1)
+    return x.view(batch, kv_heads, heads // kv_heads, *rest)

@@ -156,15 +156,16 @@ class RowGradients:
         totals = (batch * kv_heads, tiling.query_segments, tiling.d)
         self.totals = new(totals, dtype=torch.float32) if tiling.sums in (RUNNING, WHOLE) else None
 
-    @contextmanager
-    def incoming(self) -> Iterator[Tensor]:
+    def incoming(self) -> AbstractContextManager[Tensor]:
         """Give the gradient for the attention's backward, which is launched inside; out and lse have the rest.
 
         That is dy itself, with rows negated where their factor is negative: ``finish``, or an error, restores them.
         """
-        if self.is_plain:
-            yield self.dy
-        elif self.do is not None:
+        return nullcontext(self.dy) if self.is_plain else self._incoming()
+
+    @contextmanager
+    def _incoming(self) -> Iterator[Tensor]:
+        if self.do is not None:
             self._launch()
             yield self.do
         else:
