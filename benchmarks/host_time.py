@@ -9,10 +9,13 @@ With ``--cuda`` the cases are small eager calls on a GPU and their wall time, wh
 ``--against`` takes a folder as well, for a machine that has no git repository.
 
 Case "sm90": forward and backward as on Hopper, with tensors on the CPU, an invented GPU and launches that do nothing.
+Case "generate": whole models, [sequences, tokens of the prompt, new tokens]; the peer is transformers' Llama with SDPA,
+of the same shape and weights.
 """
 
 import argparse
 import csv
+import functools
 import io
 import os
 import subprocess
@@ -29,13 +32,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "host"
 # [batch, heads, kv heads, tokens, head_dim].
 SMALL, TINY, HOPPER = (1, 16, 4, 16, 64), (1, 4, 4, 1, 64), (1, 4, 2, 2048, 64)
-ON_GPU = (1, 16, 4, 256, 64)
+ON_GPU, GENERATED = (1, 16, 4, 256, 64), (1, 16, 64)
 STAGES, MASKS = ("softmax", "affine"), ("window", "documents", "padding", "lengths")
 CASES = [
     *((shape, stages, "causal", mode) for shape in (SMALL, TINY) for stages in STAGES for mode in ("forward", "both")),
     *((SMALL, stages, mask, "forward") for stages in STAGES for mask in MASKS),
     (HOPPER, "affine", "causal", "sm90"),
     (HOPPER, "affine_gated", "causal", "sm90"),
+    *((GENERATED, stages, "mini", "generate") for stages in STAGES),
     *((ON_GPU, stages, "causal", "cuda") for stages in (*STAGES, "affine_gated")),
 ]
 Case = tuple[tuple[int, ...], str, str, str]
@@ -132,13 +136,15 @@ def serve(tree: str) -> None:
             made[at] = calls(CASES[at])
         ours, peer = made[at]
         # In turns, so that what slows the machine slows both.
-        is_cuda = CASES[at][3] == "cuda"
-        parts = [(seconds(ours, is_cuda), 0.0 if peer is None else seconds(peer, is_cuda)) for _ in range(5)]
+        # A generation is many calls already.
+        turns, many = (1, 1) if CASES[at][3] == "generate" else (5, 10)
+        timed = functools.partial(seconds, is_cuda=CASES[at][3] == "cuda", many=many)
+        parts = [(timed(ours), 0.0 if peer is None else timed(peer)) for _ in range(turns)]
         print(*(1e6 * median(part) for part in zip(*parts, strict=True)), flush=True)
 
 
-def seconds(call: Callable, is_cuda: bool, budget: float = 0.03) -> float:
-    """Return the CPU time of a call, or its wall time on a GPU, from as many as take the budget."""
+def seconds(call: Callable, is_cuda: bool, many: int, budget: float = 0.03) -> float:
+    """Return the CPU time of a call, or its wall time on a GPU, from as many as take the budget, so many at a time."""
     import torch
 
     clock, finish = (time.perf_counter, torch.cuda.synchronize) if is_cuda else (time.process_time, lambda: None)
@@ -146,9 +152,9 @@ def seconds(call: Callable, is_cuda: bool, budget: float = 0.03) -> float:
     finish()
     start, count = clock(), 0
     while clock() - start < budget:
-        for _ in range(10):
+        for _ in range(many):
             call()
-        count += 10
+        count += many
         finish()
     return (clock() - start) / count
 
@@ -160,6 +166,8 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
 
     from affine_attn import Mask, attention
 
+    if case[3] == "generate":
+        return generations(case)
     (batch, heads, kv_heads, tokens, dim), stages, mask_name, mode = case
     torch.manual_seed(0)
     dtype = torch.bfloat16 if mode in ("sm90", "cuda") else torch.float32
@@ -200,6 +208,25 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
 
     ours = lambda: run(lambda: attention(q, k, v, mask, **named), tensors)  # noqa: E731
     return ours, None if mode == "sm90" else lambda: run(peer, [q, k, v])
+
+
+def generations(case: Case) -> tuple[Callable, Callable]:
+    """Return greedy generations of our model and of the peer's, with caches that grow."""
+    import torch
+
+    from affine_attn.models import AffineAttnForCausalLM, export, preset
+
+    (batch, prompted, new), stages, size, _ = case
+    torch.manual_seed(0)
+    plain = AffineAttnForCausalLM(preset(size, "softmax"))
+    model = AffineAttnForCausalLM(preset(size, stages))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    peer = export(plain)
+    peer.set_attn_implementation("sdpa")
+    prompt = torch.randint(0, peer.config.vocab_size, (batch, prompted))
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new, "min_new_tokens": new}
+    ours, theirs = (lambda m=m.eval(): m.generate(prompt, **options, do_sample=False) for m in (model, peer))
+    return ours, theirs
 
 
 def invent_hopper() -> None:
