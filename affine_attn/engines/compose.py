@@ -80,7 +80,7 @@ def compose(
         return gradients
 
     def fake(call: Call, facts: Facts) -> Output:
-        y = torch.empty_like(call.q)
+        y = call.new_output()
         z = torch.empty(call.q.shape[:3], dtype=row_dtype(call.q), device=call.q.device)
         is_plain = call.alpha is None and call.beta is None and call.gate is None
         epilogue = eager if needs.epilogue(facts) else launch

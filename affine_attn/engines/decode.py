@@ -4,8 +4,6 @@ Keys are split over programs, the query heads of a kv head share one tile, and t
 they stream by (kernels/decode).
 """
 
-import torch
-
 from affine_attn.core.call import Call, Output
 from affine_attn.engines.compose import row_scaled
 from affine_attn.engines.needs import Facts
@@ -17,13 +15,13 @@ from affine_attn.kernels.decode.launch import launches
 
 def forward(call: Call, plan: Plan, splits: int | None = None) -> Output:
     call = row_scaled(call, is_fused=True)
-    y = torch.empty_like(call.q)
+    y = call.new_output()
     launch.run(*launches(call, y, splits))
     return Output(y)
 
 
 def fake(call: Call, facts: Facts) -> Output:
-    return Output(torch.empty_like(call.q))
+    return Output(call.new_output())
 
 
 run = register_inference("decode", forward, fake)

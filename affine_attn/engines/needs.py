@@ -20,8 +20,10 @@ from affine_attn.core.spec import Alibi, LogN
 from affine_attn.engines import flash_attn_4
 from affine_attn.errors import first_line
 from affine_attn.kernels import launch
+from affine_attn.kernels.decode.launch import CURVES as DECODE_CURVES
 from affine_attn.kernels.decode.launch import LOGITS as DECODE_LOGITS
 from affine_attn.kernels.device import capability, must_be_deterministic
+from affine_attn.kernels.flash.launch import CURVES as FLASH_CURVES
 from affine_attn.kernels.flash.launch import LOGITS as FLASH_LOGITS
 from affine_attn.kernels.launch import ELEMENTWISE, gate_kind
 from affine_attn.kernels.sm90.backward import LENGTHS as SM90_LENGTHS
@@ -255,10 +257,12 @@ def sizes_of(call: Call, f: Facts) -> Sizes:
     )
 
 
-def plain_scores(f: Facts) -> str | None:
-    """What a kernel needs that has neither curves nor a bias of scores."""
-    if f.curve is not type(None):
+def plain_scores(f: Facts, curves: tuple[type, ...] = (type(None),)) -> str | None:
+    """What a kernel needs that has no bias of scores, and no curves but these."""
+    if f.curve not in curves:
         return f"its kernels do not know the {f.curve.__name__} curve"
+    if f.logit is LogN and f.curve is not type(None):
+        return f"LogN scales q for it, which {f.curve.__name__} comes before"
     if f.has_bias:
         return "its kernels have no bias"
     return None
@@ -291,7 +295,7 @@ def decode(f: Facts) -> str | None:
         return reason
     if f.has_grad:
         return "it has no backward"
-    if (reason := plain_scores(f) or simple_mask(f) or same_widths(f)) is not None:
+    if (reason := plain_scores(f, DECODE_CURVES) or simple_mask(f)) is not None:
         return reason
     if not f.sizes.is_short:
         return f"it takes 1 to {MAX_QUERIES} queries"
@@ -425,12 +429,10 @@ def flash_operators(f: Facts) -> str | None:
 
 def flash(f: Facts) -> str | None:
     """What engine "triton" needs, whose kernels are this package's flash kernels."""
+    if (reason := transforms(f) or plain_scores(f, FLASH_CURVES)) is not None:
+        return reason
     # LogN has moved into q by the time the kernels run.
-    if (
-        reason := transforms(f)
-        or score_statistics(f._replace(logit=type(None)) if f.logit is LogN else f)
-        or same_widths(f)
-    ) is not None:
+    if (reason := score_statistics(f._replace(logit=type(None)) if f.logit is LogN else f)) is not None:
         return reason
     if not f.causal:
         return "its attention kernels are causal"
@@ -439,7 +441,7 @@ def flash(f: Facts) -> str | None:
 
 def score_statistics(f: Facts) -> str | None:
     """What the kernel needs that passes over the scores alone; it is less choosy than attention."""
-    if (reason := epilogue(f) or plain_scores(f) or simple_mask(f)) is not None:
+    if (reason := epilogue(f) or plain_scores(f, FLASH_CURVES) or simple_mask(f)) is not None:
         return reason
     if "lengths" in f.restrictions:
         return "its kernels have no mask.lengths"
@@ -515,6 +517,8 @@ def triton(f: Facts) -> str | None:
         return f"Triton kernels take bfloat16, float16 or float32, not {f.dtype}"
     if f.head_dim > 256:
         return f"Triton kernels take head_dim up to 256, not {f.head_dim}"
+    if f.value_dim > 256:
+        return f"Triton kernels take values of up to 256 channels, not {f.value_dim}"
     return None
 
 

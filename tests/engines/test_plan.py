@@ -145,6 +145,17 @@ def test_each_condition_of_the_sm90_kernels_has_its_own_sentence():
         assert f"\nsm90 forward: not taken, kernels for Hopper {reason}\n" in said
 
 
+def test_what_the_flash_and_the_decode_kernel_still_refuse_of_curves_and_widths():
+    q, k = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 16, 64)
+    for arguments, reason in (
+        ({"v": k, "logit": (SoftCap(), LogN())}, "LogN scales q for it, which SoftCap comes before"),
+        ({"v": k.repeat(1, 1, 1, 5)}, "Triton kernels take values of up to 256 channels, not 320"),
+    ):
+        said = explain(q, k, **arguments, on="sm90")
+        assert f"\ntriton: cannot, {reason}\n" in said
+        assert f"decode: cannot, {reason}\n" in said
+
+
 def test_an_engine_without_a_plan_is_an_error():
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(KeyError, match="engine 'brand new' has no plan"):

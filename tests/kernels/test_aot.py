@@ -20,7 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
-from affine_attn import Mask, ScaleInvariant  # noqa: E402
+from affine_attn import Mask, ScaleInvariant, SoftCap  # noqa: E402
 from affine_attn.core.call import Call, checked_call  # noqa: E402
 from affine_attn.kernels import launch as launch_module  # noqa: E402
 from affine_attn.kernels.decode import launch as decode  # noqa: E402
@@ -155,6 +155,7 @@ def _call(
     keys: int | None = None,
     stages: str = "",
     gate: str = "",
+    value_dim: int | None = None,
     **arguments: Any,
 ) -> Call:
     """Return a call without numbers; ``stages`` are its learned sink, alpha and beta, in fp32."""
@@ -162,9 +163,10 @@ def _call(
         _meta(2, n, tokens, target.head_dim, dtype=target.dtype)
         for n, tokens in ((heads, queries), (kv_heads, keys or queries))
     )
+    v = _meta(*k.shape[:3], value_dim or target.head_dim, dtype=target.dtype)
     rows = {stage: _meta(2, heads, queries) for stage in stages.split()}
     gates = {"": None, "headwise": _meta(2, heads, queries, 1), "elementwise": q}
-    return checked_call(q, k, k, gate=gates[gate], **rows, **arguments)
+    return checked_call(q, k, v, gate=gates[gate], **rows, **arguments)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -212,6 +214,8 @@ CALLS: dict[str, Callable[[Target], None]] = {
     "epilogue_affine": lambda t: _launch_epilogue(_call(t, 8, 2, stages="alpha beta")),
     "epilogue_no_sums": lambda t: _launch_epilogue(_call(t, 8, 2, stages="sink alpha", gate="elementwise")),
     "flash": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=ScaleInvariant())),
+    "flash_capped": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=SoftCap())),
+    "flash_other_width": lambda t: _launch_flash(_call(t, 4, 2, 256, value_dim={64: 256}.get(t.head_dim, 64))),
     "decode": lambda t: _launch_decode(t, 1),
     "decode_constant_sink": lambda t: _launch_decode(t, 1, "alpha beta", sink=0.0),
     "decode_chunk": lambda t: _launch_decode(t, 16),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from affine_attn import LogN, Mask, ScaleInvariant, attention, attention_stats
+from affine_attn import Alibi, LogN, Mask, ScaleInvariant, SoftCap, attention, attention_stats
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.engines import decode, needs
@@ -11,7 +11,7 @@ from affine_attn.engines.plan import Plan, why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
 from tests.conftest import interpreted, rerun_in_interpreter
-from tests.support.cases import CASES, MASKS, SINKS, SPECS
+from tests.support.cases import CASES, CURVES, MASKS, SINKS, SPECS
 from tests.support.flash_attn_4 import flash_attn_4
 from tests.support.fp32_sums import assert_fp32_sums
 
@@ -208,18 +208,85 @@ def test_the_triton_engine(case):
 
 
 @interpreted
-@pytest.mark.parametrize("logit", [ScaleInvariant(), ScaleInvariant(tau=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "logit", [ScaleInvariant(), ScaleInvariant(tau=0.5), (SoftCap(2.0), ScaleInvariant(tau=0.5))], ids=str
+)
 def test_far_tiles_are_as_exact_as_near_ones(logit):
     """Long enough that most tiles take the tensor-core polynomial."""
     inputs = random_inputs(SPECS["softmax"], Shape(1, 2, 1, 400, 400, 32)) | {"logit": logit}
     assert not [d for d in deviations("triton", inputs) if not d.within]
 
 
+# Fewer queries than keys, and keys of more than one tile.
+_CHUNK = Shape(2, 4, 2, 20, 45, 32)
+
+
 @interpreted
-@pytest.mark.parametrize("name", ["softmax", "sink+affine+gate", "scale_invariant", "alibi", "logn"])
+@pytest.mark.parametrize(
+    ("logit", "name", "mask", "shape"),
+    [
+        (SoftCap(2.0), "sink+affine+gate", "window7", _CHUNK),
+        ((SoftCap(2.0), ScaleInvariant(3.0)), "sink+affine+gate", "causal", _CHUNK),
+        ((SoftCap(2.0), ScaleInvariant(3.0)), "softmax", "documents", _CHUNK),
+        ((SoftCap(2.0), Alibi()), "affine", "left_padding", Shape(1, 3, 1, 35, 35, 48)),
+        (SoftCap(50.0), "softmax", "causal", _CHUNK),  # most scores are far below it
+    ],
+    ids=str,
+)
+def test_scores_with_a_soft_cap(logit, name, mask, shape):
+    inputs = random_inputs(SPECS[name], shape) | {"logit": logit}
+    visible = MASKS[mask](shape, torch.device("cpu"))
+    assert not [d for d in deviations("triton", inputs, visible) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize(("cap", "largest"), [(30.0, 1e3), (2.0, 1e6)])
+def test_scores_far_above_their_soft_cap(cap, largest):
+    inputs = random_inputs(SPECS["softmax"], _CHUNK, largest_logit=largest) | {"logit": SoftCap(cap)}
+    assert not [d for d in deviations("triton", inputs) if not d.within]
+
+
+@interpreted
+def test_tanh_of_every_size():
+    """Units in the last place are those of the result; 1 itself is never passed."""
+    from tests.support.tanh_kernel import tanh_kernel
+
+    size = torch.cat([torch.logspace(-30, 3, 2**14), torch.linspace(0, 12, 2**14 - 2), torch.tensor([0.0, torch.inf])])
+    x = torch.stack([size, -size])
+    y = torch.empty_like(x)
+    tanh_kernel[(1,)](x, y, x.numel())
+    exact = x.double().tanh()
+    assert torch.all((y - exact).abs() <= 3 * torch.finfo(torch.float32).eps * exact.abs())
+    assert torch.all(y.abs() <= 1)
+    tanh_kernel[(1,)](torch.full_like(x, torch.nan), y, x.numel())
+    assert torch.all(y.isnan())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "mask", "shape"),
+    [
+        ("sink+affine+gate", "causal", Shape(1, 3, 1, 35, 35, 32, 64)),
+        ("sink+affine+gate", "documents", Shape(2, 4, 2, 20, 45, 48, 16)),
+        ("affine", "causal", Shape(2, 4, 2, 20, 70, 16, 80)),  # two slices of columns
+        ("scale_invariant", "window7", Shape(2, 4, 2, 37, 37, 64, 24)),
+        ("gated_headwise", "left_padding", Shape(2, 4, 2, 37, 37, 32, 5)),
+        ("logn", "causal", Shape(2, 4, 2, 20, 45, 32, 40)),
+    ],
+    ids=str,
+)
+def test_values_of_another_width_than_keys(name, mask, shape):
+    inputs, visible = random_inputs(SPECS[name], shape), MASKS[mask](shape, torch.device("cpu"))
+    assert not [d for d in deviations("triton", inputs, visible) if not d.within]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", ["softmax", "sink+affine+gate", "scale_invariant", "alibi", "logn", "softcap", "softcap+every_stage"]
+)
 @pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "left_padding"])
 def test_statistics(name, mask):
-    _check_statistics(name, mask, Shape(2, 4, 2, 20, 45, 32))
+    _check_statistics(name, mask, _CHUNK)
 
 
 @interpreted
@@ -229,11 +296,11 @@ def test_statistics_of_queries_before_the_first_key(mask):
 
 
 def _check_statistics(name, mask, shape):
-    spec = SPECS[name]
+    spec = (SPECS | CURVES)[name]
     mask = MASKS[mask](shape, torch.device("cpu"))
-    if spec.logit is not None and not mask.causal:
-        pytest.skip("the kernel's distance logits are causal")
     inputs = random_inputs(spec, shape)
+    if spec.scores.logit is not None and not mask.causal:
+        pytest.skip("the kernel's distance logits are causal")
     stages = {x: inputs[x] for x in ("q", "k", "logit", "sink", "alpha", "beta") if x in inputs}
     # float64 takes the path without a kernel.
     exact = {x: t.double() if isinstance(t, torch.Tensor) else t for x, t in stages.items()}
@@ -255,9 +322,29 @@ CACHES = {"full": (None, None), "lengths": ([50, 37, 2], None), "lengths_window"
 )
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decoding_over_a_cache(name, cache, queries, splits):
+    _check_decoding(SPECS[name], cache, Shape(3, 6, 2, queries, 50, 64), splits)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("softcap", Shape(3, 6, 2, 1, 50, 64)),
+        ("softcap+every_stage", Shape(3, 6, 2, 5, 50, 32, 80)),
+        ("softcap+alibi+sink", Shape(3, 6, 2, 2, 50, 48, 16)),
+        ("sink+affine+gate", Shape(3, 6, 2, 5, 50, 48, 32)),
+        ("affine", Shape(3, 6, 2, 1, 50, 32, 5)),
+    ],
+    ids=str,
+)
+def test_decoding_with_a_soft_cap_and_values_of_another_width(name, shape, splits):
+    _check_decoding((SPECS | CURVES)[name], "lengths", shape, splits)
+
+
+def _check_decoding(spec, cache, shape, splits):
     lengths, window = CACHES[cache]
-    shape = Shape(3, 6, 2, queries, 50, 64)
-    inputs = random_inputs(SPECS[name], shape)
+    inputs = random_inputs(spec, shape)
     mask = Mask(window=window, lengths=None if lengths is None else torch.tensor(lengths))
     if lengths is not None:
         for row, length in enumerate(lengths):

@@ -26,7 +26,8 @@ STATS = "affine_attn/core/stats.py"
 BLOCKED, DECODE = "affine_attn/engines/blocked.py", "affine_attn/kernels/decode/launch.py"
 FLEX, STOCK = "affine_attn/engines/flex.py", "affine_attn/engines/aten.py"
 PIECES = "affine_attn/core/pieces.py"
-TRITON = "affine_attn/kernels/flash/launch.py"
+TRITON, SCORES = "affine_attn/kernels/flash/launch.py", "affine_attn/kernels/flash/scores.py"
+FLASH, TANH = "affine_attn/kernels/flash/backward_kernels.py", "affine_attn/kernels/tanh.py"
 LOCKS = "affine_attn/runs/locks.py"
 CACHE, LOSSES = "affine_attn/distill/cache.py", "affine_attn/distill/losses.py"
 SAMPLER, TEACHER = "affine_attn/data/sampler.py", "affine_attn/distill/teacher.py"
@@ -230,6 +231,45 @@ MUTATIONS: dict[str, Mutation] = {
     "channels of a gradient are taken for neighbours in memory": Mutation(
         TRITON, "do = do if do.stride(-1) == 1 else do.contiguous()", "do = do.detach()",
         _in("kernels/interpreter", "a_gradient_of_y_in_any_memory_layout"),
+    ),
+    "scores with a soft cap have the slope of those without": Mutation(
+        SCORES, "b_p * (1.0 - b_qk * b_qk)", "b_p", _in("kernels/interpreter", "scores_with_a_soft_cap")
+    ),
+    "the slope of a soft cap is that of the whole score": Mutation(
+        FLASH, "_times_slope(b_p, b_kq, b_factor, cap_factor, LOGIT)",
+        "_times_slope(b_p, b_score2, b_factor, cap_factor, LOGIT)",
+        _in("kernels/interpreter", "scores_with_a_soft_cap"),
+    ),
+    "a tanh has the scale of q.k": Mutation(
+        TRITON, "self.qk_factor = (call.scale if cap is None else cap) * unit", "self.qk_factor = call.scale * unit",
+        _in("kernels/interpreter", "scores_with_a_soft_cap"),
+    ),
+    "decoding puts the scale where the cap is": Mutation(
+        DECODE, "(call.scale if cap is None else cap) * LOG2E", "call.scale * LOG2E",
+        _in("kernels/interpreter", "decoding_with_a_soft_cap_and_values_of_another_width"),
+    ),
+    "small scores lose digits below their cap": Mutation(
+        TANH, "b_size < 0.6", "b_size < 0.06", _in("kernels/interpreter", "tanh_of_every_size")
+    ),
+    "tanh is even": Mutation(
+        TANH, "tl.where(b_x < 0.0, -b_large, b_large)", "b_large", _in("kernels/interpreter", "tanh_of_every_size")
+    ),
+    "tiles are those of the keys' width": Mutation(
+        TRITON, "max(call.q.shape[-1], call.value_dim)", "call.q.shape[-1]",
+        _in("kernels/aot", "kernels_compile_within_limits[flash_other_width-sm90-bf16-D64]"),
+    ),
+    "values are as wide as keys to the epilogue": Mutation(
+        TILES, "make(call.q.shape[:3], call.v.shape, mask.causal, sums)",
+        "make(call.q.shape[:3], call.k.shape, mask.causal, sums)",
+        _in("kernels/interpreter", "values_of_another_width_than_keys"),
+    ),
+    "sums for values are as wide as keys": Mutation(
+        FUSED, "(batch, kv_heads, queries, call.value_dim)", "(batch, kv_heads, queries, call.k.shape[3])",
+        _in("kernels/interpreter", "values_of_another_width_than_keys"),
+    ),
+    "decoding finishes as many channels as keys have": Mutation(
+        DECODE, '"DV": value_dim', '"DV": dim',
+        _in("kernels/interpreter", "decoding_with_a_soft_cap_and_values_of_another_width"),
     ),
     # Sums of visible values.
     "keys are seen by the queries that they see": Mutation(

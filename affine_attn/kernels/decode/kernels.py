@@ -22,7 +22,10 @@ Legend
     axes: b batch, h query head or kv head, i query, n key, d channel
     TQ queries per head, GROUP = H / H_kv, ROWS = (GROUP + has beta) * TQ
     length: filled key slots of this batch row; query i sits at slot length - TQ + i
+    DV: channels of the values, where not those D of the keys
     scores and m are in units of log2 (exp2 is the hardware instruction); sink stays a natural log
+    cap_factor: scale / cap, None without a soft cap; with one, tanh(cap_factor * q.k) takes the place of q.k, and
+    scale_log2 has the cap in place of the scale
     LOGIT: 0 plain, 1 ScaleInvariant(tau), 2 Alibi
     EARLY: launched before the kernel it depends on has ended; nothing is touched before gdc_wait()
 """
@@ -32,6 +35,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from affine_attn.kernels.constants import LN2, LOG2E
+from affine_attn.kernels.tanh import tanh
 
 
 @triton.jit
@@ -83,27 +87,28 @@ def attend_tile(
     p_k, p_v, p_padding, p_documents,
     start, stop, stride_kn, stride_vn,
     o_slot, b_document, b_slope, m_query_head,
-    scale_log2, inverse_tau, window,
-    TQ: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale_log2, cap_factor, inverse_tau, window,
+    TQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LOGIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into the online softmax. MASKED=False promises: every row sees every key."""
     o_tile = tl.arange(0, BLOCK_N)
     o_n = start + o_tile
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
+    o_d, o_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    m_d, m_dv = o_d < D, o_dv < DV
     # 64-bit only for the start of the tile: a cache can exceed 2^31 elements, one tile cannot
     p_k_tile = p_k + tl.cast(start, tl.int64) * stride_kn
     p_v_tile = p_v + tl.cast(start, tl.int64) * stride_vn
-    # [BLOCK_N, BLOCK_D]
+    # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
     p_k_tile = p_k_tile + o_tile[:, None] * stride_kn + o_d[None, :]
-    p_v_tile = p_v_tile + o_tile[:, None] * stride_vn + o_d[None, :]
+    p_v_tile = p_v_tile + o_tile[:, None] * stride_vn + o_dv[None, :]
 
     if MASKED:
         m_n = o_n < stop
         # masked by position alone: a load mask that depends on another load would stall the pipeline
         b_k = tl.load(p_k_tile, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_v = tl.load(p_v_tile, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        b_v = tl.load(p_v_tile, mask=m_n[:, None] & m_dv[None, :], other=0.0)
         if p_padding is not None:
             m_n = m_n & (tl.load(p_padding + o_n, mask=m_n, other=0) != 0)
         # [BLOCK_M, BLOCK_N], or [1, BLOCK_N] where no row differs from another
@@ -120,15 +125,21 @@ def attend_tile(
         if p_padding is not None or p_documents is not None:
             # a key nobody sees may hold NaN: its score is replaced below, but its value needs a true zero
             b_v = tl.where(m_n[:, None], b_v, 0.0)
-    elif D == BLOCK_D:
-        b_k = tl.load(p_k_tile)
-        b_v = tl.load(p_v_tile)
     else:
-        b_k = tl.load(p_k_tile, mask=m_d[None, :], other=0.0)
-        b_v = tl.load(p_v_tile, mask=m_d[None, :], other=0.0)
+        if D == BLOCK_D:
+            b_k = tl.load(p_k_tile)
+        else:
+            b_k = tl.load(p_k_tile, mask=m_d[None, :], other=0.0)
+        if DV == BLOCK_DV:
+            b_v = tl.load(p_v_tile)
+        else:
+            b_v = tl.load(p_v_tile, mask=m_dv[None, :], other=0.0)
 
     # [BLOCK_M, BLOCK_N]; tf32x3 concerns fp32 inputs only: nearly fp32 precision, where plain fp32 spills
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3") * scale_log2
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    if cap_factor is not None:
+        b_s = tanh(b_s * cap_factor)
+    b_s *= scale_log2
     if LOGIT != 0:
         b_s = apply_logit(b_s, o_slot, o_n, b_slope, m_query_head, inverse_tau, LOGIT, TQ)
     if MASKED:
@@ -142,7 +153,7 @@ def attend_tile(
     b_p = tl.exp2(b_s - b_m_shift[:, None])
     b_decay = tl.exp2(b_m - b_m_shift)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
-    # [BLOCK_M, BLOCK_D]
+    # [BLOCK_M, BLOCK_DV]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
     return b_acc, b_m_new, b_l
 
@@ -153,11 +164,11 @@ def finish_rows(
     p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Stages 2 to 4 and the store, for rows [R] (head o_h, query o_i) with tiles [R, BLOCK_D]."""
-    o_d = tl.arange(0, BLOCK_D)
-    m_row_d = m_row[:, None] & (o_d[None, :] < D)
+    """Stages 2 to 4 and the store, for rows [R] (head o_h, query o_i) with tiles [R, BLOCK_DV]."""
+    o_d = tl.arange(0, BLOCK_DV)
+    m_row_d = m_row[:, None] & (o_d[None, :] < DV)
     batch = tl.cast(batch, tl.int64)
 
     m_empty = b_l == 0.0
@@ -194,18 +205,19 @@ def decode_split_kernel(
     p_q, p_k, p_v, p_lengths, p_padding, p_documents,
     p_acc, p_m, p_l,
     p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
-    TK, window, splits, scale_log2, inverse_tau,
+    TK, window, splits, scale_log2, cap_factor, inverse_tau,
     stride_qb, stride_qh, stride_qi, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_padding_b, stride_documents_b,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LOGIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FUSED: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """grid (KV_HEADS * row blocks, splits, batch): one range of keys for one block of rows.
 
-    Leaves p_acc [B, KV_HEADS, ROWS, splits, D] and p_m, p_l [B, KV_HEADS, ROWS, splits] (fp32), or y if FUSED.
+    Leaves p_acc [B, KV_HEADS, ROWS, splits, DV] and p_m, p_l [B, KV_HEADS, ROWS, splits] (fp32), or y if FUSED.
     kv heads are the fast grid axis so that neighbours read neighbouring memory of a [B, T, H, D] cache.
     """
     USE_BETA: tl.constexpr = p_beta is not None
@@ -260,7 +272,7 @@ def decode_split_kernel(
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     # whole tiles that every row sees, then the rest (the range's end, keys only later queries see)
     masked_start = start
@@ -273,25 +285,27 @@ def decode_split_kernel(
             b_acc, b_m, b_l = attend_tile(
                 b_q, b_acc, b_m, b_l, p_k, p_v, p_padding, p_documents,
                 tile_start, stop, stride_kn, stride_vn, o_slot, b_document, b_slope, m_query_head,
-                scale_log2, inverse_tau, window, TQ, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=False,
+                scale_log2, cap_factor, inverse_tau, window, TQ, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+                LOGIT, CAUSAL, HAS_WINDOW, MASKED=False,
             )  # fmt: skip
     # a tail of one or two tiles gains nothing from a pipeline
     for tile_start in tl.range(masked_start, stop, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         b_acc, b_m, b_l = attend_tile(
             b_q, b_acc, b_m, b_l, p_k, p_v, p_padding, p_documents,
             tile_start, stop, stride_kn, stride_vn, o_slot, b_document, b_slope, m_query_head,
-            scale_log2, inverse_tau, window, TQ, D, BLOCK_N, BLOCK_D, LOGIT, CAUSAL, HAS_WINDOW, MASKED=True,
+            scale_log2, cap_factor, inverse_tau, window, TQ, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+            LOGIT, CAUSAL, HAS_WINDOW, MASKED=True,
         )  # fmt: skip
 
     if FUSED:
         b_u = b_acc
         if USE_BETA:
             # row r takes the accumulator of the zero head for its own query
-            b_u = tl.gather(b_acc, tl.broadcast_to((GROUP * TQ + o_i)[:, None], [BLOCK_M, BLOCK_D]), 0)
+            b_u = tl.gather(b_acc, tl.broadcast_to((GROUP * TQ + o_i)[:, None], [BLOCK_M, BLOCK_DV]), 0)
         finish_rows(
             b_acc, b_m, b_l, b_u, batch, o_h, o_i, m_query_head, p_sink, constant_sink, p_alpha, p_beta, p_gate,
             p_y, stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
-            stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, D, BLOCK_D,
+            stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, DV, BLOCK_DV,
         )  # fmt: skip
     else:
         # [BLOCK_M] places in scratch [B, KV_HEADS, ROWS, splits]
@@ -299,7 +313,9 @@ def decode_split_kernel(
         m_row = o_row < ROWS
         tl.store(p_m + o_partial, b_m, mask=m_row)
         tl.store(p_l + o_partial, b_l, mask=m_row)
-        tl.store(p_acc + o_partial[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d[None, :] < D))
+        o_dv = tl.arange(0, BLOCK_DV)
+        m_acc = m_row[:, None] & (o_dv[None, :] < DV)
+        tl.store(p_acc + o_partial[:, None] * DV + o_dv[None, :], b_acc, mask=m_acc)
 
 
 @triton.jit(do_not_specialize=["TK", "window", "splits"])
@@ -309,8 +325,8 @@ def decode_combine_kernel(
     TK, window, splits,
     stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
     stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """grid (H * TQ, batch): merge the splits of one query row, then stages 2 to 4. BLOCK_N as in the split kernel."""
     USE_BETA: tl.constexpr = p_beta is not None
@@ -329,23 +345,23 @@ def decode_combine_kernel(
     length = row_length(p_lengths, batch, TK)
     _, _, used = visible_range(length, window, splits, TQ, HAS_WINDOW, BLOCK_N)
 
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_DV)
     b_m = tl.full([1], float("-inf"), tl.float32)
     b_l = tl.zeros([1], tl.float32)
-    b_acc = tl.zeros([1, BLOCK_D], tl.float32)
-    b_u = tl.zeros([1, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    b_u = tl.zeros([1, BLOCK_DV], tl.float32)
     for first_split in range(0, used, BLOCK_S):
         # [BLOCK_S]
         o_s = first_split + tl.arange(0, BLOCK_S)
         m_s = o_s < used
-        # [BLOCK_S, BLOCK_D]
-        m_tile = m_s[:, None] & (o_d[None, :] < D)
+        # [BLOCK_S, BLOCK_DV]
+        m_tile = m_s[:, None] & (o_d[None, :] < DV)
         b_m_part = tl.load(p_m + o_partial + o_s, mask=m_s, other=float("-inf"))
         b_l_part = tl.load(p_l + o_partial + o_s, mask=m_s, other=0.0)
-        b_acc_part = tl.load(p_acc + (o_partial + o_s)[:, None] * D + o_d[None, :], mask=m_tile, other=0.0)
+        b_acc_part = tl.load(p_acc + (o_partial + o_s)[:, None] * DV + o_d[None, :], mask=m_tile, other=0.0)
         if USE_BETA:
             # zero-head accumulators all have maximum 0: plain sums, nothing to rescale
-            b_u_part = tl.load(p_acc + (o_partial_zero + o_s)[:, None] * D + o_d[None, :], mask=m_tile, other=0.0)
+            b_u_part = tl.load(p_acc + (o_partial_zero + o_s)[:, None] * DV + o_d[None, :], mask=m_tile, other=0.0)
             b_u += tl.sum(b_u_part, 0)[None, :]
 
         b_m_new = tl.maximum(b_m, tl.max(b_m_part, 0))
@@ -362,5 +378,5 @@ def decode_combine_kernel(
         b_acc, b_m, b_l, b_u, batch, head + o_one, query + o_one, o_one == 0,
         p_sink, constant_sink, p_alpha, p_beta, p_gate, p_y,
         stride_sb, stride_sh, stride_si, stride_ab, stride_ah, stride_ai, stride_bb, stride_bh, stride_bi,
-        stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, D, BLOCK_D,
+        stride_gb, stride_gh, stride_gi, stride_gd, stride_yb, stride_yh, stride_yi, DV, BLOCK_DV,
     )  # fmt: skip

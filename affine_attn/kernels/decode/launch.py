@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from affine_attn.core.call import Call
-from affine_attn.core.spec import Alibi, LogN, ScaleInvariant
+from affine_attn.core.spec import Alibi, LogN, ScaleInvariant, SoftCap
 from affine_attn.kernels.device import capability, cdiv, num_sms, padded
 from affine_attn.kernels.launch import INTERPRETED, LOG2E, Launch, strides
 
 LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q
+CURVES = (type(None), SoftCap)
 
 # Cost model of the split rule, in units of the time a program takes for one tile when half the slots are busy.
 _START_COST = 2.0  # fill the pipeline, load q, write the partial result (and read it again)
@@ -27,45 +28,48 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
     """Return the launches that write y."""
     batch, heads, queries, dim = call.q.shape
     kv_heads, keys = call.k.shape[1:3]
-    group, mask = heads // kv_heads, call.mask
+    group, mask, value_dim = heads // kv_heads, call.mask, call.value_dim
     q, k, v = call.q, call.k, call.v
     padding = None if mask.padding is None else _dense(mask.padding).view(torch.uint8)
     documents, lengths = (None if x is None else _dense(x) for x in (mask.documents, mask.lengths))
     sink, constant = (call.sink, None) if isinstance(call.sink, Tensor) else (None, call.sink)
     if sink is not None:
         sink = (sink[None, :, None] if sink.ndim == 1 else sink).expand(batch, heads, queries)
-    gate = None if call.gate is None else call.gate.expand(batch, heads, queries, dim)
+    gate = None if call.gate is None else call.gate.expand(batch, heads, queries, value_dim)
     rows = (group + (call.beta is not None)) * queries
-    block_m, block_n, block_d, warps = _tile(rows, dim, q.element_size())
+    widest = padded(max(dim, value_dim))
+    block_m, block_n, warps = _tile(rows, widest, q.element_size())
     row_blocks = cdiv(rows, block_m)
     if splits is None:
         seen = keys if mask.window is None else min(keys, mask.window + queries - 1)
         # Programs an SM holds at once, by their registers and shared memory.
-        light = block_m * block_d * warps <= 16 * 128 * 4 and padding is None and documents is None
+        light = block_m * widest * warps <= 16 * 128 * 4 and padding is None and documents is None
         slots = num_sms(q.device) * (3 if light else 2)
         splits = choose_splits(batch * kv_heads * row_blocks, cdiv(seen, block_n), slots)
     # The epilogue needs the zero head and all its query heads in one program.
     is_fused = splits == 1 and row_blocks == 1
     acc = top = total = None
     if not is_fused:
-        acc = torch.empty(batch, kv_heads, rows, splits, dim, dtype=torch.float32, device=q.device)
+        acc = torch.empty(batch, kv_heads, rows, splits, value_dim, dtype=torch.float32, device=q.device)
         top, total = torch.empty(2, batch, kv_heads, rows, splits, dtype=torch.float32, device=q.device)
     shared = {
         "p_sink": sink, "constant_sink": constant, "p_alpha": call.alpha, "p_beta": call.beta, "p_gate": gate, "p_y": y,
         "p_acc": acc, "p_m": top, "p_l": total, "p_lengths": lengths, "TK": keys, "window": min(mask.window or 0, keys),
         "splits": splits, "HAS_WINDOW": mask.window is not None, "KV_HEADS": kv_heads, "GROUP": group, "TQ": queries,
-        "D": dim, "BLOCK_N": block_n, "BLOCK_D": block_d, **_early(q.device),
+        "DV": value_dim, "BLOCK_N": block_n, "BLOCK_DV": padded(value_dim), **_early(q.device),
         **strides(sink, "s", "bhi"), **strides(call.alpha, "a", "bhi"), **strides(call.beta, "b", "bhi"),
         **strides(gate, "g", "bhid"), **strides(y, "y", "bhi"),
     }  # fmt: skip
     tau = call.logit.tau if isinstance(call.logit, ScaleInvariant) else 1.0
+    cap = call.curve.cap if isinstance(call.curve, SoftCap) else None
     split = shared | {
         "p_q": q, "p_k": k, "p_v": v, "p_padding": padding, "p_documents": documents,
-        "scale_log2": call.scale * LOG2E, "inverse_tau": 1.0 / tau,
+        "scale_log2": (call.scale if cap is None else cap) * LOG2E,
+        "cap_factor": None if cap is None else call.scale / cap, "inverse_tau": 1.0 / tau,
         "stride_padding_b": 0 if padding is None else padding.stride(0),
         "stride_documents_b": 0 if documents is None else documents.stride(0),
-        "LOGIT": LOGITS[type(call.logit)], "CAUSAL": mask.causal, "FUSED": is_fused, "BLOCK_M": block_m,
-        "NUM_STAGES": _STAGES, "num_warps": warps,
+        "LOGIT": LOGITS[type(call.logit)], "CAUSAL": mask.causal, "FUSED": is_fused, "D": dim, "BLOCK_M": block_m,
+        "BLOCK_D": padded(dim), "NUM_STAGES": _STAGES, "num_warps": warps,
         **strides(q, "q", "bhi"), **strides(k, "k", "bhn"), **strides(v, "v", "bhn"),
     }  # fmt: skip
     plan = [Launch("decode.kernels.decode_split_kernel", (kv_heads * row_blocks, splits, batch), split)]
@@ -75,15 +79,14 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
     return plan
 
 
-def _tile(rows: int, dim: int, bytes_per_element: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, BLOCK_D, warps): an MMA needs at least 16 rows; K and V tiles have constant bytes."""
+def _tile(rows: int, width: int, bytes_per_element: int) -> tuple[int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, warps): an MMA needs at least 16 rows; K and V tiles have constant bytes."""
     is_wide = bytes_per_element > 2
-    block_d = padded(dim)
     block_m = min(16 if is_wide else 64, padded(rows))
-    block_n = min(128, max(16, _TILE_BYTES // (block_d * bytes_per_element)))
+    block_n = min(128, max(16, _TILE_BYTES // (width * bytes_per_element)))
     # At most 64 fp32 accumulators per thread.
-    warps = 8 if is_wide or block_m * block_d > 64 * 128 else 4
-    return block_m, block_n, block_d, warps
+    warps = 8 if is_wide or block_m * width > 64 * 128 else 4
+    return block_m, block_n, warps
 
 
 @functools.cache

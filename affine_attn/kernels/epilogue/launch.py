@@ -76,7 +76,7 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
             sum_values(call, begun.value_sums)
     tiling = tiling_of(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
-    y = o if in_place else torch.empty_like(call.q)
+    y = o if in_place else call.new_output()
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=o.device)
     before = visible_sums.visible_sums(call) if tiling.sums == TABLE else new_saved_sums(call)
     sink, constant = (call.sink, 0.0) if isinstance(call.sink, Tensor) else (None, call.sink or 0.0)
@@ -144,14 +144,17 @@ class RowGradients:
         # Gradients of row statistics: every slice of columns writes its part.
         has_row_gate = call.gate is not None and gate is None
         wanted = [sink is not None, call.alpha is not None, call.beta is not None, has_row_gate]
-        batch, heads, queries, head_dim = call.q.shape
+        batch, heads, queries = call.q.shape[:3]
         kv_heads, new = call.k.shape[1], functools.partial(torch.empty, device=o.device)
         slices = tiling.d // self.columns
         parts = (slices, batch, heads, queries) if slices > 1 else (batch, heads, queries)
         self.parts = [new(parts, dtype=torch.float32) if is_wanted else None for is_wanted in wanted]
         self.dgate = None if gate is None else torch.empty_like(gate)
         self.do = None if gate is None else torch.empty_like(self.dy)
-        shape, dtype = (batch, kv_heads, queries, head_dim), torch.float32 if tiling.sums == TABLE else call.v.dtype
+        shape, dtype = (
+            (batch, kv_heads, queries, call.value_dim),
+            torch.float32 if tiling.sums == TABLE else call.v.dtype,
+        )
         self.weighted = new(shape, dtype=dtype) if tiling.sums in (RUNNING, TABLE) else None
         totals = (batch * kv_heads, tiling.query_segments, tiling.d)
         self.totals = new(totals, dtype=torch.float32) if tiling.sums in (RUNNING, WHOLE) else None

@@ -50,7 +50,7 @@ class Tiling(NamedTuple):
     kv_heads: int
     queries: int
     keys: int
-    head_dim: int
+    head_dim: int  # of the values
     tile: Tile
     sums: int
     d: int  # head_dim rounded up to a power of two
@@ -95,13 +95,13 @@ def tiling_of(call: Call) -> Tiling:
         sums = TABLE if mask.restrictions else RUNNING if mask.causal else WHOLE
     # Sizes that a compiler keeps open have no hash.
     make = _tiling if type(call.q) is Tensor else _tiling.__wrapped__
-    return make(call.q.shape, call.k.shape, mask.causal, sums)
+    return make(call.q.shape[:3], call.v.shape, mask.causal, sums)
 
 
 @functools.lru_cache(1024)
-def _tiling(of_q: tuple[int, ...], of_k: tuple[int, ...], causal: bool, sums: int) -> Tiling:
-    batch, heads, queries, head_dim = of_q
-    kv_heads, keys = of_k[1:3]
+def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: int) -> Tiling:
+    batch, heads, queries = rows
+    _, kv_heads, keys, head_dim = of_v
     d = padded(head_dim)
     tile = (TILES if sums else TILES_WITHOUT_SUMS)[d]
     if sums and heads == kv_heads:

@@ -15,6 +15,7 @@ from affine_attn.kernels.flash.scores import (
     NEAR_TILES,
     SCALE_INVARIANT,
     _alibi_slope2,
+    _capped,
     _far_factor,
     _key_segments,
     _load_basis,
@@ -22,6 +23,7 @@ from affine_attn.kernels.flash.scores import (
     _near_factor,
     _row_tile_scores,
     _store_rows,
+    _times_slope,
     _visible,
 )
 
@@ -30,7 +32,7 @@ from affine_attn.kernels.flash.scores import (
 def flash_preprocess_kernel(
     p_out, p_grad, p_lse, p_lse2, p_delta,
     stride_ob, stride_oh, stride_on, stride_gb, stride_gh, stride_gn, H, Tq,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, LOGIT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, LOGIT: tl.constexpr,
 ):  # fmt: skip
     """delta = <grad_out, out> and the log-sum-exp in the kernels' base and offset. Grid (cdiv(Tq, BLOCK_M), B*H).
 
@@ -43,8 +45,8 @@ def flash_preprocess_kernel(
     p_out += o_b * stride_ob + o_h * stride_oh + m0.to(tl.int64) * stride_on
     p_grad += o_b * stride_gb + o_h * stride_gh + m0.to(tl.int64) * stride_gn
     o_m = m0 + tl.arange(0, BLOCK_M)
-    b_out = _load_rows(p_out, stride_on, Tq - m0, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
-    b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, D, BLOCK_D, True).to(tl.float32)
+    b_out = _load_rows(p_out, stride_on, Tq - m0, BLOCK_M, DV, BLOCK_DV, True).to(tl.float32)
+    b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, DV, BLOCK_DV, True).to(tl.float32)
     b_lse = tl.load(p_lse + o_bh * Tq + o_m, mask=o_m < Tq, other=float("inf"))
     m_dead = tl.abs(b_lse) == float("inf")
     b_delta = tl.where(m_dead, 0.0, tl.sum(b_out * b_grad, 1))
@@ -58,10 +60,11 @@ def flash_preprocess_kernel(
 @triton.jit
 def _backward_query_tiles(
     b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse2, p_delta, start, stop, o_key, b_doc_key, b_real_key, p_document,
-    p_far, p_basis, qk_factor, inv_tau, first_head, H, G, Tq, Tk, window, stride_qh, stride_qn, stride_gh, stride_gn,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr,
-    MASKED: tl.constexpr, FAR: tl.constexpr,
+    p_far, p_basis, qk_factor, cap_factor, inv_tau, first_head, H, G, Tq, Tk, window,
+    stride_qh, stride_qn, stride_gh, stride_gn,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key block from the query tiles [start, stop) of the G heads from first_head on.
 
@@ -82,11 +85,12 @@ def _backward_query_tiles(
         o_row = m0 + o_m
         o_slot = o_row + (Tk - Tq)
         b_q = _load_rows(p_q, stride_qn, Tq - m0, BLOCK_M, D, BLOCK_D, MASKED)
-        b_kq = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [N,M]
+        b_kq = _capped(tl.dot(b_k, tl.trans(b_q), input_precision="ieee"), cap_factor)  # [N,M]
         if MASKED:  # rows past the end: lse2 = inf makes their weights 0
             b_lse2 = tl.load(p_lse2 + o_row, mask=o_row < Tq, other=float("inf"))
         else:
             b_lse2 = tl.load(p_lse2 + o_row)
+        b_factor = qk_factor
         if LOGIT == SCALE_INVARIANT:
             if FAR:
                 b_factor = _far_factor(m0 + (Tk - Tq) + BLOCK_M // 2 - o_key, b_basis, p_far, FAR_SLOTS)
@@ -107,10 +111,9 @@ def _backward_query_tiles(
                 Tk, window, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, True,
             )  # fmt: skip
             b_p = tl.where(m_visible, b_p, 0.0)
-        b_ds = b_p
-        if LOGIT == SCALE_INVARIANT:  # now rather than after the next MMAs: frees the factor's registers
-            b_ds = b_p * b_factor
-        b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, D, BLOCK_D, MASKED)
+        # Now rather than after the next MMAs: frees the registers of the factor and of the products.
+        b_ds = _times_slope(b_p, b_kq, b_factor, cap_factor, LOGIT)
+        b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, DV, BLOCK_DV, MASKED)
         b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
         b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")  # [N,M]
         if MASKED:
@@ -135,10 +138,10 @@ def flash_dkdv_kernel(
     p_q, p_k, p_v, p_grad, p_lse2, p_delta, p_dk, p_dv, p_document, p_doc_last, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    H, G, Tq, Tk, window, qk_factor, grad_factor, inv_tau,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr,
-    FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
+    H, G, Tq, Tk, window, qk_factor, cap_factor, grad_factor, inv_tau,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of one key block, summed over the query heads of its group. Grid (cdiv(Tk, BLOCK_N), B*Hkv)."""
     MASK_ALL: tl.constexpr = HAS_DOCUMENTS or HAS_PADDING
@@ -162,9 +165,9 @@ def flash_dkdv_kernel(
     if HAS_PADDING:
         b_real_key = tl.load(p_padding + o_b * Tk + o_key, mask=o_key < Tk, other=0)
     b_k = _load_rows(p_k, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, True)
-    b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, D, BLOCK_D, True)
+    b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, DV, BLOCK_DV, True)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     # Query rows: [start, diagonal) masked by causality, [diagonal, far) near, [far, full) far, [full, stop) masked by
     # the window or cut by the end; all but `stop` are multiples of BLOCK_M. With MASK_ALL every tile is masked:
@@ -214,37 +217,36 @@ def flash_dkdv_kernel(
             b_dk, b_dv = _backward_query_tiles(
                 b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse2, p_delta, lower, upper,
                 o_key, b_doc_key, b_real_key, p_document, p_far, p_basis,
-                qk_factor, inv_tau, first_head, H, G, Tq, Tk, window,
-                stride_qh, stride_qn, stride_gh, stride_gn, D, BLOCK_D, BLOCK_M, LOGIT,
+                qk_factor, cap_factor, inv_tau, first_head, H, G, Tq, Tk, window,
+                stride_qh, stride_qn, stride_gh, stride_gn, D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, LOGIT,
                 HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS,
                 MASK_ALL or segment == EDGE_TILES or segment == DIAGONAL_TILES, segment == FAR_TILES,
             )  # fmt: skip
     _store_rows(p_dk, b_dk * grad_factor, stride_dkn, Tk - n0, BLOCK_N, D, BLOCK_D)
-    _store_rows(p_dv, b_dv, stride_dvn, Tk - n0, BLOCK_N, D, BLOCK_D)
+    _store_rows(p_dv, b_dv, stride_dvn, Tk - n0, BLOCK_N, DV, BLOCK_DV)
 
 
 @triton.jit
 def _backward_key_tiles(
     b_dq, b_q, b_grad, b_lse2, b_delta, p_k, p_v, start, stop, o_slot, b_doc_slot, p_document, p_padding,
-    p_far, p_basis, qk_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr,
-    MASKED: tl.constexpr, FAR: tl.constexpr,
+    p_far, p_basis, qk_factor, cap_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """dq of one query block from the key tiles [start, stop); p_k and p_v move from `start` to `stop`."""
     o_n = tl.arange(0, BLOCK_N)
     b_basis = _load_basis(p_basis, BLOCK_N, FAR_SLOTS, FAR)
     for n0 in range(start, stop, BLOCK_N):
         b_k = _load_rows(p_k, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
-        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
+        b_qk = _capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), cap_factor)  # [M,N]
         b_score2, b_factor = _row_tile_scores(
             b_qk, o_slot, n0, o_n, b_basis, b_doc_slot, p_document, p_padding, p_far, qk_factor, slope2, inv_tau,
             Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS, MASKED, FAR, True, BLOCK_N,
         )  # fmt: skip
-        b_ds = tl.exp2(b_score2 - b_lse2[:, None])
-        if LOGIT == SCALE_INVARIANT:  # now rather than after the next MMA: frees the factor's registers
-            b_ds = b_ds * b_factor
-        b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
+        # Now rather than after the next MMA: frees the registers of the factor and of the products.
+        b_ds = _times_slope(tl.exp2(b_score2 - b_lse2[:, None]), b_qk, b_factor, cap_factor, LOGIT)
+        b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, DV, BLOCK_DV, MASKED)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")  # [M,N]
         b_ds = b_ds * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
@@ -258,10 +260,10 @@ def flash_dq_kernel(
     p_q, p_k, p_v, p_grad, p_lse2, p_delta, p_dq, p_document, p_doc_first, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gn, stride_dqb, stride_dqh, stride_dqn,
-    H, G, Tq, Tk, window, qk_factor, grad_factor, inv_tau,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr,
-    FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
+    H, G, Tq, Tk, window, qk_factor, cap_factor, grad_factor, inv_tau,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
 ):  # fmt: skip
     """dq of one query block; the walk over the keys is the forward's. Grid (cdiv(Tq, BLOCK_M), B*H)."""
     MASK_ALL: tl.constexpr = HAS_DOCUMENTS or HAS_PADDING
@@ -287,7 +289,7 @@ def flash_dq_kernel(
     if LOGIT == ALIBI:
         slope2 = _alibi_slope2(o_h, H)
     b_q = _load_rows(p_q, stride_qn, Tq - m0, BLOCK_M, D, BLOCK_D, True)
-    b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, D, BLOCK_D, True)
+    b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, DV, BLOCK_DV, True)
     b_lse2 = tl.load(p_lse2 + o_bh * Tq + o_m, mask=o_m < Tq, other=float("inf"))
     b_delta = tl.load(p_delta + o_bh * Tq + o_m, mask=o_m < Tq, other=0.0)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -312,8 +314,8 @@ def flash_dq_kernel(
                 lower, upper = diagonal, stop
             b_dq, p_k, p_v = _backward_key_tiles(
                 b_dq, b_q, b_grad, b_lse2, b_delta, p_k, p_v, lower, upper, o_slot, b_doc_slot, p_document, p_padding,
-                p_far, p_basis, qk_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
-                D, BLOCK_D, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS,
+                p_far, p_basis, qk_factor, cap_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
+                D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS,
                 MASK_ALL or segment == EDGE_TILES or segment == DIAGONAL_TILES, segment == FAR_TILES,
             )  # fmt: skip
     p_dq += o_b * stride_dqb + o_h * stride_dqh + m0.to(tl.int64) * stride_dqn

@@ -15,6 +15,7 @@ from affine_attn.kernels.flash.scores import (
     NEAR_TILES,
     SCALE_INVARIANT,
     _alibi_slope2,
+    _capped,
     _key_segments,
     _load_basis,
     _load_rows,
@@ -27,17 +28,17 @@ from affine_attn.kernels.flash.scores import (
 @triton.jit
 def _forward_tiles(
     b_acc, b_sum, b_max, b_q, p_k, p_v, start, stop, o_slot, b_doc_slot, p_document, p_padding, p_far, p_basis,
-    qk_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr,
-    MASKED: tl.constexpr, FAR: tl.constexpr,
+    qk_factor, cap_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles [start, stop); p_k and p_v move from `start` to `stop`."""
     o_n = tl.arange(0, BLOCK_N)
     b_basis = _load_basis(p_basis, BLOCK_N, FAR_SLOTS, FAR)
     for n0 in range(start, stop, BLOCK_N):
         b_k = _load_rows(p_k, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
-        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
+        b_qk = _capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), cap_factor)  # [M,N]
         b_score2, _ = _row_tile_scores(
             b_qk, o_slot, n0, o_n, b_basis, b_doc_slot, p_document, p_padding, p_far, qk_factor, slope2, inv_tau,
             Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS, MASKED, FAR, True, BLOCK_N,
@@ -50,7 +51,7 @@ def _forward_tiles(
         b_rescale = tl.exp2(b_max - b_shift)
         b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
         b_acc = b_acc * b_rescale[:, None]
-        b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
+        b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, DV, BLOCK_DV, MASKED)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_max_new
         p_k += BLOCK_N * stride_kn
@@ -62,10 +63,10 @@ def _forward_tiles(
 def flash_forward_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_document, p_doc_first, p_padding, p_far, p_basis,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, H, G, Tq, Tk, window, qk_factor, inv_tau,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr,
-    FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
+    stride_ob, stride_oh, stride_on, H, G, Tq, Tk, window, qk_factor, cap_factor, inv_tau,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, FAR_REACH: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(s) v and lse (natural log). Grid (cdiv(Tq, BLOCK_M), B*H)."""
     MASK_ALL: tl.constexpr = HAS_DOCUMENTS or HAS_PADDING
@@ -90,7 +91,7 @@ def flash_forward_kernel(
     if LOGIT == ALIBI:
         slope2 = _alibi_slope2(o_h, H)
     b_q = _load_rows(p_q, stride_qn, Tq - m0, BLOCK_M, D, BLOCK_D, True)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     start, edge, far, diagonal, stop = _key_segments(
@@ -114,8 +115,8 @@ def flash_forward_kernel(
                 lower, upper = diagonal, stop
             b_acc, b_sum, b_max, p_k, p_v = _forward_tiles(
                 b_acc, b_sum, b_max, b_q, p_k, p_v, lower, upper, o_slot, b_doc_slot, p_document, p_padding,
-                p_far, p_basis, qk_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
-                D, BLOCK_D, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS,
+                p_far, p_basis, qk_factor, cap_factor, slope2, inv_tau, Tk, window, stride_kn, stride_vn,
+                D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS,
                 MASK_ALL or segment == EDGE_TILES or segment == DIAGONAL_TILES, segment == FAR_TILES,
             )  # fmt: skip
     m_empty = b_sum == 0.0
@@ -127,13 +128,13 @@ def flash_forward_kernel(
     p_out += o_b * stride_ob + o_h * stride_oh + m0.to(tl.int64) * stride_on
     p_lse += o_bh * Tq
     tl.store(p_lse + m0 + o_m, b_lse, mask=m0 + o_m < Tq)
-    _store_rows(p_out, b_acc / b_sum[:, None], stride_on, Tq - m0, BLOCK_M, D, BLOCK_D)
+    _store_rows(p_out, b_acc / b_sum[:, None], stride_on, Tq - m0, BLOCK_M, DV, BLOCK_DV)
 
 
 @triton.jit
 def _statistics_tiles(
     b_exp_sum, b_exp_score, b_score_sum, b_max, b_q, p_k, start, stop, o_slot, b_doc_slot, p_document, p_padding,
-    qk_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
+    qk_factor, cap_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
@@ -142,7 +143,7 @@ def _statistics_tiles(
     o_n = tl.arange(0, BLOCK_N)
     for n0 in range(start, stop, BLOCK_N):
         b_k = _load_rows(p_k, stride_kn, Tk - n0, BLOCK_N, D, BLOCK_D, MASKED)
-        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M,N]
+        b_qk = _capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), cap_factor)  # [M,N]
         b_score2, _ = _row_tile_scores(
             b_qk, o_slot, n0, o_n, qk_factor, b_doc_slot, p_document, p_padding, None, qk_factor, slope2, inv_tau,
             Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, 0, MASKED, False, CAUSAL, BLOCK_N,
@@ -172,7 +173,8 @@ def _statistics_tiles(
 def flash_statistics_kernel(
     p_q, p_k, p_first_key, p_lse, p_mean, p_max, p_sum, p_first_score,
     p_document, p_doc_first, p_doc_last, p_padding,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, H, G, Tq, Tk, window, qk_factor, inv_tau,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, H, G, Tq, Tk, window, qk_factor,
+    cap_factor, inv_tau,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOGIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_PADDING: tl.constexpr, FAST_LOG: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -235,7 +237,7 @@ def flash_statistics_kernel(
             lower, upper = start, full
         b_exp_sum, b_exp_score, b_score_sum, b_max, p_k_tile = _statistics_tiles(
             b_exp_sum, b_exp_score, b_score_sum, b_max, b_q, p_k_tile, lower, upper, o_slot, b_doc_slot, p_document,
-            p_padding, qk_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
+            p_padding, qk_factor, cap_factor, slope2, inv_tau, shift2, Tk, window, stride_kn,
             D, BLOCK_D, BLOCK_N, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, CAUSAL, masked == 1,
         )  # fmt: skip
 
@@ -243,7 +245,7 @@ def flash_statistics_kernel(
     o_first = tl.load(p_first_key + o_b * Tq + o_m, mask=m_row, other=-1)
     p_first = p_k + o_first.to(tl.int64)[:, None] * stride_kn + o_d[None, :]
     b_k_first = tl.load(p_first, mask=(o_first[:, None] >= 0) & (o_d[None, :] < D), other=0.0)
-    b_first = tl.sum(b_q.to(tl.float32) * b_k_first.to(tl.float32), 1)  # [M]
+    b_first = _capped(tl.sum(b_q.to(tl.float32) * b_k_first.to(tl.float32), 1), cap_factor)  # [M]
     if LOGIT == SCALE_INVARIANT:
         b_factor = _near_factor(o_slot, o_first, inv_tau, True, FAST_LOG)
         b_first = b_factor * (b_first * qk_factor - b_factor) + shift2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from affine_attn.core.blocks import ScoreStatistics
 from affine_attn.core.call import Call
-from affine_attn.core.spec import Alibi, ScaleInvariant
+from affine_attn.core.spec import Alibi, ScaleInvariant, SoftCap
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.flash.far_tables import FAR_RATIO, FAR_SLOTS, far_tables
 from affine_attn.kernels.launch import LOG2E, Launch, run, strides
@@ -32,7 +32,7 @@ class Config:
     maxnreg: int | None = None
 
 
-# {kernel: {largest head dim: Config}} for 16-bit inputs, timed on an H200 (docs/log).
+# {kernel: {largest width of keys and values: Config}} for 16-bit inputs, timed on an H200 (docs/log).
 CONFIGS = {
     "forward": {
         64: Config(128, 64, num_warps=8, num_stages=3, maxnreg=128),
@@ -56,14 +56,16 @@ CONFIGS = {
     },
 }
 LOGITS = {type(None): PLAIN, ScaleInvariant: SCALE_INVARIANT, Alibi: ALIBI}
+CURVES = (type(None), SoftCap)
 # fp32 inputs use exact fp32 MMAs on the plain cores: small tiles, correctness only.
 CONFIG_FP32 = Config(32, 32, num_warps=4, num_stages=1)
 
 
-def _config(kernel: str, q: Tensor) -> Config:
-    if q.dtype == torch.float32:
+def _config(kernel: str, call: Call) -> Config:
+    if call.q.dtype == torch.float32:
         return CONFIG_FP32
-    return next(config for limit, config in CONFIGS[kernel].items() if q.shape[-1] <= limit)
+    widest = max(call.q.shape[-1], call.value_dim)
+    return next(config for limit, config in CONFIGS[kernel].items() if widest <= limit)
 
 
 class Shared:
@@ -71,6 +73,7 @@ class Shared:
 
     def __init__(self, call: Call):
         batch, self.heads, self.rows, self.dim = call.q.shape
+        self.value_dim = call.value_dim
         self.kv_heads, self.keys = call.k.shape[1], call.k.shape[2]
         self.programs, self.kv_programs = batch * self.heads, batch * self.kv_heads
         mask, logit = call.mask, call.logit
@@ -87,15 +90,18 @@ class Shared:
         self.fast_log = call.q.is_cuda and torch.version.hip is None
         # The kernels' scores are in base 2. The scale-invariant factor carries sqrt(log2e), the others log2e whole.
         unit = math.sqrt(LOG2E) if self.logit == SCALE_INVARIANT else LOG2E
-        self.qk_factor = call.scale * unit
+        # It multiplies q.k, or with a soft cap the tanh in its place.
+        cap = call.curve.cap if isinstance(call.curve, SoftCap) else None
+        self.cap_factor = None if cap is None else call.scale / cap
+        self.qk_factor = (call.scale if cap is None else cap) * unit
         self.grad_factor = call.scale / unit if self.logit == SCALE_INVARIANT else call.scale
 
     def arguments(self, config: Config, columns: str | None) -> dict[str, Any]:
         """Return the arguments that all kernels share; ``columns`` of a far tile are "keys" or "queries"."""
         sizes = {
             "H": self.heads, "G": self.heads // self.kv_heads, "Tq": self.rows, "Tk": self.keys,
-            "window": self.window or 0, "qk_factor": self.qk_factor, "inv_tau": 1 / self.tau,
-            "p_document": self.documents, "p_padding": self.padding,
+            "window": self.window or 0, "qk_factor": self.qk_factor, "cap_factor": self.cap_factor,
+            "inv_tau": 1 / self.tau, "p_document": self.documents, "p_padding": self.padding,
         }  # fmt: skip
         if columns is not None:
             sizes["p_far"], sizes["p_basis"] = self.far(config, columns)
@@ -123,6 +129,7 @@ class Shared:
         if config.maxnreg is not None and self.documents is None and self.padding is None:
             options["maxnreg"] = config.maxnreg
         if columns is not None:
+            options["DV"], options["BLOCK_DV"] = self.value_dim, padded(self.value_dim)
             is_far = self.logit == SCALE_INVARIANT
             width = config.block_n if columns == "keys" else config.block_m
             options["FAR_SLOTS"] = len(FAR_SLOTS) if is_far else 0
@@ -132,9 +139,9 @@ class Shared:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return (o, z) of plain attention."""
-    shared, config = Shared(call), _config("forward", call.q)
+    shared, config = Shared(call), _config("forward", call)
     q, k, v = call.q, call.k, call.v
-    out = torch.empty_like(call.q)
+    out = call.new_output()
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arguments = {
         "p_q": q, "p_k": k, "p_v": v, "p_out": out, "p_lse": lse, "p_doc_first": shared.first,
@@ -155,14 +162,14 @@ def backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, 
     rows = 64
     preprocess = {
         "p_out": out, "p_grad": do, "p_lse": lse, "p_lse2": base2_lse, "p_delta": delta, **_strides(o=out, g=do),
-        "H": shared.heads, "Tq": shared.rows, "D": shared.dim, "BLOCK_D": padded(shared.dim), "BLOCK_M": rows,
-        "LOGIT": shared.logit, "num_warps": 4,
+        "H": shared.heads, "Tq": shared.rows, "DV": shared.value_dim, "BLOCK_DV": padded(shared.value_dim),
+        "BLOCK_M": rows, "LOGIT": shared.logit, "num_warps": 4,
     }  # fmt: skip
     inputs = {
         "p_q": q, "p_k": k, "p_v": v, "p_grad": do, "p_lse2": base2_lse, "p_delta": delta,
         "grad_factor": shared.grad_factor, **_strides(q=q, k=k, v=v, g=do),
     }  # fmt: skip
-    of_keys, of_queries = _config("dkdv", q), _config("dq", q)
+    of_keys, of_queries = _config("dkdv", call), _config("dq", call)
     dkdv = {"p_dk": dk, "p_dv": dv, "p_doc_last": shared.last, **_strides(dk=dk, dv=dv)}
     dkdv |= inputs | shared.arguments(of_keys, "queries")
     dq_only = {"p_dq": dq, "p_doc_first": shared.first, **_strides(dq=dq)}
@@ -178,7 +185,7 @@ def backward(call: Call, do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, 
 
 def score_statistics(call: Call, first_key: Tensor) -> ScoreStatistics:
     """Return the row statistics of the scores in one pass over q and k, fp32; first_key as in core/blocks.py."""
-    shared, config = Shared(call), _config("statistics", call.q)
+    shared, config = Shared(call), _config("statistics", call)
     q, k = call.q, call.k
     found = ScoreStatistics(*(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(5)))
     arguments = {

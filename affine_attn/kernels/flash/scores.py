@@ -1,6 +1,7 @@
 """Flash attention whose logit depends on the distance between query and key (Triton kernels only).
 
-    s_ij = a(t) * scale * q_i.k_j + m(t),   t = p_i - j >= 0,   p_i = i + Tk - Tq  (slot of query i)
+    s_ij = a(t) * x_ij + m(t),   t = p_i - j >= 0,   p_i = i + Tk - Tq  (slot of query i)
+    x_ij = scale * q_i.k_j, or with a soft cap  cap * tanh(scale / cap * q_i.k_j)
 
 LOGIT 0  plain           a = 1                         m = 0
 LOGIT 1  ScaleInvariant  a = sqrt(1 + 2 log1p(t/tau))  m = -2 log1p(t/tau) = 1 - a^2
@@ -9,7 +10,10 @@ LOGIT 2  Alibi           a = 1                         m = -slope_h t,   slope_h
 Everything runs in base 2: "score2" is s * log2(e). For the scale-invariant logit one number per score is enough.
 With the factor  f = sqrt(log2e) * a = sqrt(log2e + 2 log2(1 + t/tau)):
 
-    s * log2e = f * (sqrt(log2e) * scale * q.k  -  f)  +  log2e
+    s * log2e = f * (sqrt(log2e) * x  -  f)  +  log2e
+
+A soft cap replaces each product q.k by its tanh as it leaves the MMA, and qk_factor has the cap in place of the scale:
+all that follows is the same, and a backward multiplies by the slope 1 - tanh^2 once.
 
 The constant log2e is the same for every key, so the kernels leave it out and add it back in the log-sum-exp.
 How f is obtained decides the speed (Triton's log2 alone is some twenty instructions, a plain score about nine):
@@ -21,12 +25,13 @@ How f is obtained decides the speed (Triton's log2 alone is some twenty instruct
                all its rows are at least FAR_RATIO half-widths from its centre.
 
 Legend
-  B batch, H query heads, Hkv key heads, G = H / Hkv, Tq / Tk query / key length, D head dim
+  B batch, H query heads, Hkv key heads, G = H / Hkv, Tq / Tk query / key length, D head dim, DV that of the values
   p_ pointer   o_ offset or index   b_ block value   m_ mask
-  BLOCK_M queries per tile, BLOCK_N keys per tile, BLOCK_D = D rounded up to a power of two
+  BLOCK_M queries per tile, BLOCK_N keys per tile, BLOCK_D, BLOCK_DV = D, DV rounded up to a power of two
   slot     position of a query among the keys (p_i above)
   masked   a tile whose scores are compared with the mask; unmasked tiles do no mask work at all
-Tensors q, out, grad_out, dq [B,H,Tq,D], k, v, dk, dv [B,Hkv,Tk,D] with any strides but a last one of 1;
+  cap_factor  scale / cap, None without a soft cap
+Tensors q, dq [B,H,Tq,D], k, dk [B,Hkv,Tk,D], out, grad_out and v, dv with DV channels; any strides but a last one of 1;
 row vectors (lse, delta) [B,H,Tq] fp32 contiguous; documents int32 and padding uint8 [B,Tk] contiguous;
 doc_first / doc_last int32 [B,Tk] = first / last slot with the same document id (they bound the loops). The id that the
 launcher gives a document is its first slot, so p_document and p_doc_first are one tensor.
@@ -37,6 +42,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from affine_attn.kernels.constants import LOG2E
+from affine_attn.kernels.tanh import tanh
 
 # Module constants go on the right of an operator: constexpr * tensor is not a tensor in the interpreter.
 SCALE_INVARIANT = tl.constexpr(1)
@@ -46,6 +52,24 @@ EDGE_TILES = tl.constexpr(0)  # cut by the window (or, for dk and dv, by the end
 FAR_TILES = tl.constexpr(1)
 NEAR_TILES = tl.constexpr(2)
 DIAGONAL_TILES = tl.constexpr(3)  # cut by causality: masked
+
+
+@triton.jit
+def _capped(b_qk, cap_factor):
+    """q.k, or with a soft cap the tanh that takes its place."""
+    if cap_factor is not None:
+        b_qk = tanh(b_qk * cap_factor)
+    return b_qk
+
+
+@triton.jit
+def _times_slope(b_p, b_qk, b_factor, cap_factor, LOGIT: tl.constexpr):
+    """Weights times how much their score2 changes with the product q.k that was capped, in units of qk_factor."""
+    if LOGIT == SCALE_INVARIANT:
+        b_p = b_p * b_factor
+    if cap_factor is not None:
+        b_p = b_p * (1.0 - b_qk * b_qk)
+    return b_p
 
 
 @triton.jit
@@ -171,7 +195,7 @@ def _row_tile_scores(
     FAST_LOG: tl.constexpr, FAR_SLOTS: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
     CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """score2 [M,N] (-inf where invisible) and the factor f (LOGIT 1; elsewhere a placeholder) of a tile of raw q.k."""
+    """score2 [M,N] (-inf where invisible) and the factor f (LOGIT 1; elsewhere a placeholder) of capped q.k."""
     o_key = n0 + o_n  # [N]
     b_factor = qk_factor
     if LOGIT == SCALE_INVARIANT:
