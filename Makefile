@@ -79,7 +79,7 @@ test-hf-common: .venv/.installed
 		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common/test_common.py"
 
 bench: .venv/.installed
-	$(BIN)/affine-attn bench
+	$(BIN)/affine-attn bench --update-docs
 
 # After `make demo`: the figures and the table of docs/gallery.md, and the picture of the report.
 gallery: .venv/.installed

@@ -2,7 +2,8 @@
 
 Every case is first checked against the tolerance rule on this device: a wrong one is not timed, and the command fails.
 Cases of a group take turns for several rounds; a ratio is the median of the ratios of the rounds. Results go to
-benchmarks/results/<device>.csv, one row per (shape, what, mode), after every group, and from there into the documents.
+runs/bench/<device>.csv, one row per (shape, what, mode), after every group; with --update-docs to
+benchmarks/results/<device>.csv, and from there into the documents.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def main() -> None:
     work = groups(device, arguments.modes, arguments.variants, arguments.shapes, arguments.quick)
     if not work:
         raise SystemExit("nothing to time: no selected shape has a selected mode and variant")
-    path = arguments.output or record.results_path(device)
+    path = destination(arguments, device)
     # A selection is an update of what is there; a whole run starts afresh.
     old = record.read(path) if arguments.is_selection and path.exists() else []
     machine, start = record.provenance(device), time.perf_counter()
@@ -60,12 +61,18 @@ def main() -> None:
     except KeyboardInterrupt:
         interrupted = True
     console.print(f"{'interrupted; ' if interrupted else ''}wrote {path} in {time.perf_counter() - start:.0f} s")
-    if arguments.output is None:
+    if arguments.update_docs:
         readme.main()
     if failed := [f"{r['shape']} {r['what']} ({r['mode']}): {r['note']}" for r in rows if is_failure(r)]:
         raise SystemExit("not timed:\n" + "\n".join(failed))
     if interrupted:
         raise SystemExit(130)
+
+
+def destination(arguments: argparse.Namespace, device: torch.device) -> Path:
+    """Return the file of the rows, which is one that git tracks only if that is asked for."""
+    own = record.results_path(device)
+    return own if arguments.update_docs else arguments.output or Path("runs") / "bench" / own.name
 
 
 def parsed(device: torch.device) -> argparse.Namespace:
@@ -85,11 +92,16 @@ def parsed(device: torch.device) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"turns of every case in its group; default: {rounds}"
     )
-    parser.add_argument("--output", type=Path, help="CSV to write, leaving README and docs alone; default: see above")
+    parser.add_argument("--output", type=Path, help="CSV to write; default: see above")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="write the results of this checkout, and README and docs from them"
+    )
     arguments = parser.parse_args()
     for name, allowed in (("shapes", known), ("variants", everything), ("modes", MODES)):
         if unknown := set(getattr(arguments, name) or []) - set(allowed):
             parser.error(f"unknown {name} {sorted(unknown)} for this device; allowed are {', '.join(allowed)}")
+    if arguments.update_docs and arguments.output:
+        parser.error("--update-docs writes the results of this checkout, not --output")
     if arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
     whole = arguments.shapes is None and arguments.variants == everything and arguments.modes == list(MODES)

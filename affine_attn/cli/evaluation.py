@@ -267,7 +267,14 @@ def report(
             help="folders of affine-attn distill, finished or not, or of models that eval or analyze has results of",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write")] = Path("report.html"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="the HTML file to write; default: report.html, which a report of other runs is not replaced in",
+        ),
+    ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(help="also draw the figures for papers into this folder, PNG and SVG, which needs matplotlib"),

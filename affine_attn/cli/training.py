@@ -96,7 +96,9 @@ def distill(
             autocompletion=fields,
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="the folder of the run; default: runs/RECIPE, or runs/RECIPE-FIELD=VALUE")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="no longer needed: a run that was begun goes on after its last checkpoint")
     ] = False,
@@ -152,9 +154,9 @@ def distill(
             # Not through rich: rows must stay on their lines however narrow the terminal is.
             print(*table(rows), sep="\n")
             return
-        from affine_attn.distill.run import run
+        from affine_attn.distill.run import default_output, run
 
-        place = RunFolder(output or Path("runs") / called)
+        place = RunFolder(output or default_output(chosen, name, assignments or ()))
         finished = place.has_model
         with exit_codes_of_signals("the same command goes on after the last checkpoint, if there is one"):
             folder = run(chosen, place.path, resume or None, note)

@@ -3,11 +3,12 @@
 import dataclasses
 import importlib.util
 import logging
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shlex import quote
@@ -21,7 +22,7 @@ from affine_attn.data.shards import fingerprint
 from affine_attn.data.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.data import held_out, sequences
 from affine_attn.distill.estimate import duration
-from affine_attn.distill.recipes import Recipe
+from affine_attn.distill.recipes import Recipe, title
 from affine_attn.distill.statistics import SEQUENCES, Statistics
 from affine_attn.distill.trainer import DistillTrainer, all_or_nothing
 from affine_attn.distill.validation import Validation
@@ -31,7 +32,7 @@ from affine_attn.models.folder import CARD, model_card
 from affine_attn.models.load import load
 from affine_attn.models.presets import at_length
 from affine_attn.runs.files import read_object, write_json, write_text
-from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder
+from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder, result_name
 from affine_attn.runs.locks import alone_in_run
 from affine_attn.runs.provenance import device_name, environment
 from affine_attn.runs.series import LOSSES, result
@@ -145,6 +146,20 @@ def run(
                 tell(line)
         trainer.accelerator.wait_for_everyone()
     return folder.model
+
+
+def default_output(recipe: Recipe, name: str, assignments: Sequence[str]) -> Path:
+    """Return where a run of a recipe goes: one with other fields beside it, unless it was begun in the recipe's own."""
+    own = Path("runs") / title(name)
+    if not assignments:
+        return own
+    begun = RunFolder(own).recipe
+    if begun.exists() and not _difference(read_object(begun), _decisive(recipe)):
+        return own
+    fields = "-".join([title(name), *assignments])
+    # What shells, file systems and people read without trouble.
+    plain = len(fields) < 100 and re.fullmatch(r"[\w.,=+-]+", fields)
+    return own.with_name(fields if plain else result_name(title(name), {"fields": list(assignments)}))
 
 
 def _header(recipe: Recipe, output: Path, args: TrainingArguments, parameters: int) -> Iterator[str]:

@@ -68,7 +68,10 @@ class LocalData:
         return bool(self.folders or self.files)
 
     def splits(self, name: str, config: dict[str, Any]) -> dict[str, Path]:
-        """The file of every split of a task that there is; the one it is evaluated on must be there."""
+        """The file of every split of a task that there is; the one it is evaluated on must be there. None where files
+        of other tasks alone are given: its documents come from the hub."""
+        if not self.folders and name not in self.files:
+            return {}
         evaluated = config.get("test_split") or config.get("validation_split")
         wanted = {config[key] for key in _SPLITS if config.get(key)}
         found = {split: file for split in wanted if (file := self._find(name, split, config)) is not None}

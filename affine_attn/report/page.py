@@ -20,13 +20,14 @@ from typing import Any
 
 from affine_attn.analyze.run import variant_name
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.errors import MissingPackage
+from affine_attn.errors import MissingPackage, UserError
 from affine_attn.evaluate.results import SHARES, average
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, looks, measured, read_runs
 from affine_attn.runs.files import written
 
+PAGE = "report.html"
 # Rows of the summary: heading, and where result.json (or "gradients" in it) has the number.
 _RESULTS = {
     "loss, last step": "loss",
@@ -42,9 +43,19 @@ _GRADIENTS = {
 }  # fmt: skip
 
 
-def write_report(folders: Sequence[Path], output: Path = Path("report.html"), figures: Path | None = None) -> Path:
-    """Write the page about these runs and return its path. ``figures``: a folder for PNG and SVG files."""
+def write_report(folders: Sequence[Path], output: Path | None = None, figures: Path | None = None) -> Path:
+    """Write the page about these runs and return its path. ``figures``: a folder for PNG and SVG files.
+
+    output: by default report.html, unless that is a report of other runs.
+    """
     runs = read_runs(folders)
+    if output is None:
+        output = Path(PAGE)
+        if (
+            output.exists()
+            and f"<title>{escape(_title(runs))}</title>" not in output.read_text(errors="replace")[:10_000]
+        ):
+            raise UserError(f"{output} is there, and is no report of {_title(runs)}: name another file with --output")
     if figures is not None:
         draw_figures(runs, figures)
     text = html(runs)
@@ -75,7 +86,7 @@ def html(runs: Sequence[Run]) -> str:
     plotly, script, style = get_plotlyjs(), _asset("page.js"), _asset("page.css")
     sections = {title: make(runs) for title, make in SECTIONS.items()}
     described = json.dumps([_described(f) for figures in sections.values() for f in figures], allow_nan=False)
-    title = " · ".join(run.name for run in runs)
+    title = _title(runs)
     allowed = " ".join(f"'sha256-{_sha256(source)}'" for source in (script, plotly))
     policy = (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -110,6 +121,10 @@ def html(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return " · ".join(run.name for run in runs)
 
 
 def _described(figure: Figure) -> dict[str, Any]:

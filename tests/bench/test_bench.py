@@ -1,9 +1,11 @@
 """The benchmark: what it lists, what it refuses to time, and what it makes of its rows."""
 
+import argparse
 import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +235,11 @@ def test_training_on_text_has_rows_of_its_own(tmp_path):
     (data / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 10**6}))
     with pytest.raises(SystemExit, match="has 1000000 token ids, nano only"):
         training.main([*few, "--data", str(data)])
+
+
+def test_tracked_files_are_written_only_where_that_is_asked_for(tmp_path):
+    where = {"output": None, "update_docs": False}
+    assert run.destination(argparse.Namespace(**where), CPU).parent == Path("runs/bench")
+    assert run.destination(argparse.Namespace(**where | {"output": tmp_path}), CPU) == tmp_path
+    tracked = run.destination(argparse.Namespace(**where | {"update_docs": True}), CPU)
+    assert tracked == record.results_path(CPU)

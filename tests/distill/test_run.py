@@ -5,9 +5,11 @@ import errno
 import fcntl
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from affine_attn.distill import estimate, losses
 from affine_attn.distill.data import held_out
 from affine_attn.distill.losses import chunked_loss
 from affine_attn.distill.recipes import RECIPES, recipe
-from affine_attn.distill.run import run
+from affine_attn.distill.run import default_output, run
 from affine_attn.distill.trainer import DistillTrainer
 from affine_attn.distill.validation import validate
 from affine_attn.errors import UserError
@@ -119,6 +121,22 @@ def test_overrides_are_read_as_the_fields_type():
     assert (chosen.learning_rate, chosen.steps, chosen.teacher, chosen.documents) == (5e-4, 400, None, False)
     with pytest.raises(ValueError, match="there is no recipe 'dmo'; did you mean demo"):
         recipe("dmo")
+
+
+def test_a_run_with_other_fields_lies_beside_that_of_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs, fields = Path("runs"), ["attention=gated", "steps=500"]
+    assert default_output(recipe("demo"), "demo", []) == runs / "demo"
+    assert default_output(recipe("demo", fields), "demo", fields) == runs / "demo-attention=gated-steps=500"
+    json_fields = ['attention={"gate": "learned"}', "teacher=runs/demo/teacher/model"]
+    named = default_output(recipe("demo", json_fields), "demo", json_fields)
+    assert re.fullmatch(r"runs/demo-[0-9a-f]{12}", str(named))
+    assert default_output(recipe("demo", json_fields[:1]), "demo", json_fields[:1]) != named
+    # One that was begun in the recipe's own folder goes on there.
+    (runs / "demo").mkdir(parents=True)
+    (runs / "demo" / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe("demo", fields))))
+    assert default_output(recipe("demo", fields), "demo", fields) == runs / "demo"
+    assert default_output(recipe("demo", fields[:1]), "demo", fields[:1]) == runs / "demo-attention=gated"
 
 
 # Training

@@ -511,3 +511,13 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
     refused("more than the 256 positions of the model", llama, "piqa", *given)
     refused("more than the 256 positions of the model", llama, "piqa", *given, "--export-requests", tmp_path / "asked")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_task_without_a_file_comes_from_the_hub_where_files_of_others_are_given(tmp_path):
+    (tmp_path / "texts.jsonl").write_text("{}")
+    config = {"validation_split": "validation", "test_split": None}
+    only_files = LocalData.parse([f"c4={tmp_path / 'texts.jsonl'}"])
+    assert only_files.splits("c4", config) == {"validation": tmp_path / "texts.jsonl"}
+    assert only_files.splits("arc_easy", config) == {}
+    with pytest.raises(ValueError, match="is evaluated on its validation split"):
+        LocalData.parse([str(tmp_path)]).splits("arc_easy", config)

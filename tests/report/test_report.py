@@ -484,6 +484,22 @@ def test_the_command_prints_where_the_page_is(runs, tmp_path, monkeypatch):
     assert Path("report.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_report_of_other_runs_is_not_replaced_unless_it_is_named(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in runs:
+        first = CliRunner().invoke(app, ["report", str(folder)])
+        assert first.exit_code == 0, first.output
+        before = Path("report.html").read_bytes()
+        other = CliRunner().invoke(app, ["report", *map(str, runs)])
+        assert (other.exit_code, len(other.stderr.splitlines())) == (2, 1)
+        assert "report.html is there, and is no report of" in other.stderr
+        assert Path("report.html").read_bytes() == before
+        # The same again, and by name.
+        assert CliRunner().invoke(app, ["report", str(folder)]).exit_code == 0
+        assert CliRunner().invoke(app, ["report", *map(str, runs), "-o", "report.html"]).exit_code == 0
+        Path("report.html").unlink()
+
+
 def test_mistakes_are_one_sentence(runs, tmp_path):
     empty, begun = tmp_path / "empty", tmp_path / "begun"
     empty.mkdir()
