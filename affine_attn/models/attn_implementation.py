@@ -3,6 +3,9 @@
 Both functions are registered under one name: without a mask function there is no mask.
 """
 
+# The annotations of transformers are narrower than what it hands on.
+# pyright: reportArgumentType=false
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from affine_attn.api import attention
 from affine_attn.core.call import checked_call, refuse_context_parallel
 from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
+from affine_attn.core.spec import SoftCap
 from affine_attn.errors import UserError
-from affine_attn.models.masks import PreparedMask, prepare
+from affine_attn.models.masks import PreparedMask, fit, prepare
 
 NAME = "affine_attn"
 # What models hand over and changes no value here. All else is refused: a bias of the logits, say, chosen keys, or sinks
@@ -58,11 +63,22 @@ def transformers_mask(
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         # Prepared, here or by another copy of this code: two folders with code register it under one name.
         return attention_mask
-    if use_vmap:
-        raise UserError(f"attn_implementation={NAME!r} has causal, sliding, chunked and packed masks, no custom ones")
     device, documents = torch.device(device), None
+    if local_size is not None and local_size < 1:
+        return PreparedMask(Mask(), problem=f"attn_implementation={NAME!r}: a window of {local_size} keys is none")
+    if mask_function is bidirectional_mask_function and not use_vmap:
+        padding = None if attention_mask is None else fit(attention_mask, kv_offset, kv_length, exact=True)
+        return PreparedMask(Mask(causal=False, padding=padding), slots=kv_length)
     if mask_function is not causal_mask_function:
-        documents = _probe(mask_function, batch_size, kv_length, kv_offset, device)
+        looks_ahead = False
+        if not use_vmap:
+            looks_ahead, documents = _probe(mask_function, batch_size, kv_length, kv_offset, device)
+        if use_vmap or looks_ahead:
+            allowed = sdpa_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+                allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+            )  # fmt: skip
+            return PreparedMask(Mask(causal=False, allowed=allowed), slots=kv_length)
     made = prepare(batch_size, q_length, kv_length, device, q_offset, kv_offset, attention_mask, documents, local_size)
     return replace(made, slots=kv_length)
 
@@ -78,27 +94,47 @@ def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
                     f"attn_implementation={NAME!r} packs by position_ids that restart, got {name} without them"
                 )
         elif name == "is_causal":
-            if value is False:
-                raise UserError(f"attn_implementation={NAME!r} is causal, got is_causal=False")
+            if value is False and mask.causal:
+                raise UserError(f"attn_implementation={NAME!r} was given a causal mask and is_causal=False")
         elif value is not False:
             raise UserError(f"attn_implementation={NAME!r} has no {name}, with which this model calls its attention")
 
 
-def _probe(sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device) -> Tensor | None:
-    """Documents of an opaque mask function: a new one starts where a key cannot see its left neighbour."""
+def _probe(
+    sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device
+) -> tuple[bool, Tensor | None]:
+    """Whether an opaque mask function lets tokens see later ones, and its documents.
+
+    A new one starts where a key cannot see its left neighbour.
+    """
     later = torch.arange(1, slots, device=device) + dropped
     rows, head = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
     starts = ~sees(rows, head, later, later - 1).expand(batch, slots - 1)
     documents = F.pad(starts.cumsum(1), (1, 0))
     looks_ahead = sees(rows, head, later - 1, later).any()
-    refusal = f"attn_implementation={NAME!r} is causal, this model's mask lets tokens see later ones"
     if torch.compiler.is_compiling():
+        refusal = f"attn_implementation={NAME!r} compiles causal masks, this model's lets tokens see later ones"
         torch._assert_async(~looks_ahead, refusal)
-        return documents
+        return False, documents
     packed, looks_ahead = torch.stack((starts.any(), looks_ahead)).tolist()
-    if looks_ahead:
-        raise UserError(refusal)
-    return documents if packed else None
+    return looks_ahead, documents if packed else None
+
+
+def _given(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool | None) -> PreparedMask:
+    """The mask of a model that makes its own: a dense one, or none."""
+    if mask is not None and mask.dtype == torch.bool:
+        return PreparedMask(Mask(causal=False, allowed=mask[..., : k.shape[2]]))
+    if mask is not None:
+        # The least number stands for -inf in them.
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        return PreparedMask(Mask(causal=False, allowed=~hidden), bias=mask.masked_fill(hidden, 0.0))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and q.shape[2] not in (1, k.shape[2]):
+        raise UserError(
+            f"attn_implementation={NAME!r} needs a mask where queries are not all keys: this model gives none for "
+            f"{q.shape[2]} of {k.shape[2]}"
+        )
+    return PreparedMask(Mask(causal=bool(causal)))
 
 
 def transformers_attention(
@@ -106,7 +142,7 @@ def transformers_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: PreparedMask,
+    attention_mask: PreparedMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
@@ -116,12 +152,12 @@ def transformers_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """[B, H, T, D] in, (y [B, T, H, D], weights) out. ``s_aux``: one sink logit per query head, as in gpt-oss."""
     refuse_context_parallel()
-    if not isinstance(attention_mask, PreparedMask):
-        raise UserError(
-            f"attn_implementation={NAME!r} needs the mask its own function makes, got {type(attention_mask).__name__}"
-        )
-    if dropout or softcap is not None:
-        raise UserError(f"attn_implementation={NAME!r} has no dropout and no softcap, got {dropout=}, {softcap=}")
+    if attention_mask is None or isinstance(attention_mask, Tensor):
+        attention_mask = _given(module, query, key, attention_mask, named.pop("is_causal", None))
+    if attention_mask.problem:
+        raise UserError(attention_mask.problem)
+    if dropout:
+        raise UserError(f"attn_implementation={NAME!r} has no dropout, got {dropout}; set the config's to 0")
     refuse_unknown(attention_mask.mask, named)
     if attention_mask.slots not in (None, key.shape[2]):
         raise UserError(
@@ -129,11 +165,18 @@ def transformers_attention(
             f"and attends to {key.shape[2]}"
         )
     key, value = attention_mask.filled(key, value)
-    arguments = (query, key, value, attention_mask.mask, scaling, None, s_aux)
-    if output_attentions:
-        y, weights = run_with_weights(checked_call(*arguments))
-        return y.transpose(1, 2), weights
-    return attention(*arguments).transpose(1, 2), None
+    logit = None if softcap is None else SoftCap(softcap)
+    arguments = {"scale": scaling, "logit": logit, "sink": s_aux, "bias": attention_mask.bias}
+    if output_attentions or _are_recorded():
+        y, weights = run_with_weights(checked_call(query, key, value, attention_mask.mask, **arguments))
+    else:
+        y, weights = attention(query, key, value, attention_mask.mask, **arguments), None
+    return y.transpose(1, 2).contiguous(), weights
+
+
+def _are_recorded() -> bool:
+    """Return True if the model's forward was asked for attention weights, which most do not tell their layers."""
+    return any("attentions" in kind for kind in _active_collector.get() or ())
 
 
 AttentionInterface.register(NAME, transformers_attention)

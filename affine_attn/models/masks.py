@@ -6,7 +6,7 @@ the attention as a ``Mask``.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,15 @@ from transformers.cache_utils import Cache
 
 from affine_attn.core.masks import Mask
 from affine_attn.errors import UserError
+
+_NO_TENSOR = (
+    "attn_implementation='affine_attn' describes its mask, and this model computes with a tensor of numbers: use "
+    "attn_implementation='eager'"
+)
+
+
+class _NoTensor(UserError, AttributeError):
+    """An AttributeError for whoever only asks whether the mask has something."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +35,10 @@ class PreparedMask:
     keys: int | None = None
     # Key slots that a model of transformers has said there will be.
     slots: int | None = None
+    # Why there is none. transformers prepares masks that no layer uses, so a layer that does has to say it.
+    problem: str | None = None
+    # Added to the scores, of a model that brings its own dense mask.
+    bias: Tensor | None = None
     # One mask for all layers of a window.
     by_window: dict[int, Mask] = field(default_factory=dict, repr=False)
     # transformers looks at these on the way to transformers_mask and prepares only what is 2-D; the sizes mean nothing.
@@ -39,7 +52,8 @@ class PreparedMask:
     def to(self, device: torch.device, **_) -> "PreparedMask":
         """Move to another device: accelerate calls it when it spreads the layers over several."""
         moved = replace(self.mask, **{name: t.to(device) for name, t in self.mask.tensors.items()})
-        return replace(self, mask=moved, by_window={})
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, mask=moved, bias=bias, by_window={})
 
     def windowed(self, window: int | None) -> Mask:
         m = self.mask
@@ -50,6 +64,17 @@ class PreparedMask:
         if window not in known:
             known[window] = Mask(m.causal, window, m.documents, m.padding, m.lengths, m.contiguous, m.most_documents)
         return known[window]
+
+    def __getattr__(self, name: str) -> Any:
+        # Python's own questions have to be answered as usual.
+        raise (AttributeError(name) if name.startswith("__") else _NoTensor(_NO_TENSOR))
+
+    def _is_no_tensor(self, *_: Any) -> Any:
+        raise _NoTensor(_NO_TENSOR)
+
+    # What a model would do with a tensor.
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_tensor
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = __lt__ = __gt__ = _is_no_tensor
 
     def filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (k, v) if self.keys is None else (k[:, :, : self.keys], v[:, :, : self.keys])
@@ -82,7 +107,7 @@ def prepare(
         # Decoding: an integer that grows would compile the forward anew for each token.
         lengths = torch.full((batch,), filled, device=device)
     if padding is not None:
-        padding = _fit(padding, dropped, slots, exact=lengths is None)
+        padding = fit(padding, dropped, slots, exact=lengths is None)
     return PreparedMask(Mask(window=window, documents=documents, padding=padding, lengths=lengths), keys)
 
 
@@ -92,7 +117,7 @@ def _known(seen: int | Tensor, queries: int) -> int | Tensor:
     return int(seen) if looks else seen
 
 
-def _fit(padding: Tensor, dropped: int | Tensor, slots: int, exact: bool) -> Tensor | None:
+def fit(padding: Tensor, dropped: int | Tensor, slots: int, exact: bool) -> Tensor | None:
     """The part of a 2-D attention mask that belongs to the key slots, or None where all are real."""
     padding = padding.bool()
     if isinstance(dropped, Tensor) or dropped > 0:
