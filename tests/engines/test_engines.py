@@ -21,7 +21,7 @@ from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.device import cached
 from affine_attn.kernels.epilogue import eager
-from tests.support.cases import CASES, MASKS, SINKS, SPECS, Case
+from tests.support.cases import CASES, CURVES, MASKS, SINKS, SPECS, Case
 from tests.support.fp32_sums import assert_fp32_sums
 
 
@@ -335,6 +335,7 @@ def test_more_heads_than_an_axis_of_a_grid_has_programs(monkeypatch):
 
 
 FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 6, 2, 16, 300, 128)]
+FEW_QUERIES += [Shape(3, 6, 2, 3, 300, 192, 128)]
 
 
 @pytest.mark.gpu
@@ -342,10 +343,10 @@ FEW_QUERIES = [Shape(3, 6, 2, 1, 300, 64), Shape(3, 6, 2, 5, 300, 80), Shape(3, 
 @pytest.mark.parametrize(
     "mask", ["causal", "window7", "lengths", "left_padding", "documents_interleaved", "everything"]
 )
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, "softcap", "softcap+alibi+sink", "softcap+every_stage"])
 def test_decode_on_cuda(name, mask, dtype):
     for shape in FEW_QUERIES:
-        inputs, visible = _arguments(Case(name, SPECS[name], shape, MASKS[mask], dtype), "cuda")
+        inputs, visible = _arguments(Case(name, (SPECS | CURVES)[name], shape, MASKS[mask], dtype), "cuda")
         wrong = [d for d in deviations("decode", inputs, visible, gradients=False) if not d.within]
         assert not wrong, f"{shape}: {wrong}"
 
@@ -359,9 +360,11 @@ def test_flex_on_cuda(case: Case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["softmax", "affine_gated", "sink", "scale_invariant", "logn"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "affine_gated", "sink", "scale_invariant", "logn", "softcap", "softcap+every_stage"]
+)
 def test_statistics_on_cuda(name):
-    inputs = random_inputs(SPECS[name], Shape(2, 6, 2, 200, 300, 64), torch.bfloat16, "cuda")
+    inputs = random_inputs((SPECS | CURVES)[name], Shape(2, 6, 2, 200, 300, 64), torch.bfloat16, "cuda")
     stages = {x: inputs[x] for x in ("q", "k", "logit", "sink", "alpha", "beta") if x in inputs}
     on_cpu = {x: t.cpu() if isinstance(t, torch.Tensor) else t for x, t in stages.items()}
     for measured, expected in zip(attention_stats(**stages), attention_stats(**on_cpu), strict=True):
