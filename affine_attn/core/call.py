@@ -95,6 +95,7 @@ class Call:
     def blocks(self) -> list[tuple[slice, slice]]:
         """(rows, keys) pieces that cover what is visible, a bounded number of scores each."""
         per_row = max(1, self.q.shape[0] * self.heads * self.tk)
+        # Some rows at least, however long they are: for each block all keys and values are read again.
         step = max(16, min(512, _SCORES_OF_A_BLOCK // per_row))
         rows = [slice(start, min(start + step, self.tq)) for start in range(0, self.tq, step)]
         return [(r, self.mask.key_range(self.tq, self.tk, r)) for r in rows]

@@ -546,7 +546,7 @@ def sm90_backward(f: Facts, s: Sizes) -> str | None:
 
 
 def sm90(f: Facts, s: Sizes) -> str | None:
-    """What any kernel for Hopper needs, forward or backward."""
+    """What any sm90 kernel needs, one for Hopper, forward or backward."""
     if (reason := epilogue(f)) is not None:
         return reason
     if f.machine.capability != _HOPPER:
@@ -565,7 +565,7 @@ def sm90(f: Facts, s: Sizes) -> str | None:
 
 
 def sm90_gate(f: Facts, s: Sizes) -> str | None:
-    """What the kernels for Hopper need of the call's gate."""
+    """What the sm90 kernels, those for Hopper, need of the call's gate."""
     if s.is_elementwise and s.gate_dtype != f.dtype:
         return f"kernels for Hopper take an elementwise gate in the type of q, not {s.gate_dtype}"
     if not s.has_gate_rows:

@@ -22,7 +22,7 @@ from affine_attn.core.call import Call, Gradients, Options, Output
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import Logit, logit_of_kind
 from affine_attn.engines.needs import Facts, facts_of, sizes_of
-from affine_attn.engines.plan import Plan, facts_now, kernels
+from affine_attn.engines.plan import Plan, facts_now, kernels, runnable
 from affine_attn.errors import UserError
 
 Forward = Callable[[Call, Plan], Output]
@@ -107,9 +107,7 @@ def on_its_device(function):
 def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run:
     """Define ``affine_attn::name`` and its backward; return the differentiable function of a call."""
 
-    @on_its_device
-    def planned(call: Call, facts: Facts) -> Output:
-        return forward(call, kernels(name, facts, sizes_of(call, facts)))
+    planned = _planned(name, forward)
 
     @on_its_device
     def planned_backward(call: Call, facts: Facts, dy: Tensor, output: Output) -> Gradients:
@@ -120,7 +118,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         call = unflatten(flat)
         # Gradients are asked for, whatever the grad mode is inside of an operator.
         saved = Output(y, _given(out), _given(lse), _given(sums))
-        gradients = planned_backward(call, facts_of(call)._replace(has_grad=True), dy, saved)
+        gradients = planned_backward(call, runnable(name, facts_of(call)._replace(has_grad=True)), dy, saved)
         # An operator returns tensors only: absent gradients travel as empty ones.
         return [
             dy.new_empty(0) if gradient is None else _laid_out_like(x, gradient)
@@ -228,12 +226,19 @@ def _no_second_derivative(ctx, *_):
 def register_inference(name: str, forward: Forward, fake: Fake) -> Run:
     """The same for an engine without a backward."""
 
+    planned = _planned(name, forward)
+    op = _operator(name, planned, fake)
+    return lambda call, facts: op(*flatten(call))[0] if facts.is_traced else planned(call, facts).y
+
+
+def _planned(name: str, forward: Forward) -> Callable[[Call, Facts], Output]:
+    """Return the forward of engine ``name`` with the kernels that the call is planned to have."""
+
     @on_its_device
     def planned(call: Call, facts: Facts) -> Output:
         return forward(call, kernels(name, facts, sizes_of(call, facts)))
 
-    op = _operator(name, planned, fake)
-    return lambda call, facts: op(*flatten(call))[0] if facts.is_traced else planned(call, facts).y
+    return planned
 
 
 def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):

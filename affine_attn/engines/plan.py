@@ -105,7 +105,11 @@ def facts_now(name: str, f: Facts) -> Facts:
     process = needs.process()
     if process == (f.flash, f.is_deterministic):
         return f
-    f = f._replace(flash=process.flash, is_deterministic=process.is_deterministic)
+    return runnable(name, f._replace(flash=process.flash, is_deterministic=process.is_deterministic))
+
+
+def runnable(name: str, f: Facts) -> Facts:
+    """Return the facts of a backward, if the engine of its forward runs it still."""
     if (reason := ENGINES[name].why_not(f)) is not None:
         raise RuntimeError(f"the backward of engine {name!r} cannot run after its forward: {reason}")
     return f

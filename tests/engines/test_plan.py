@@ -203,6 +203,14 @@ def test_a_backward_whose_operators_were_replaced_since_its_forward_is_refused(m
         plan.facts_now("sdpa", f)
 
 
+def test_so_is_that_of_a_compiled_call(monkeypatch):
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    y = torch.compile(lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True)(q)
+    monkeypatch.setitem(plan.ENGINES, "sdpa", plan.ENGINES["sdpa"]._replace(why_not=lambda _: "no more"))
+    with pytest.raises(RuntimeError, match="the backward of engine 'sdpa' cannot run after its forward: no more"):
+        y.sum().backward()
+
+
 # What is told about a call, without asking why not.
 TOLD = (
     "facts_of",
