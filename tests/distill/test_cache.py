@@ -157,7 +157,7 @@ def test_the_data_is_looked_at_before_the_teacher_and_both_are_named(tmp_path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     nowhere = CliRunner().invoke(app, ["cache-teacher", str(tmp_path / "typo"), "typo"])
     assert nowhere.exit_code == 2
-    assert "typo has no manifest.json: make it with affine-attn prepare" in nowhere.output
+    assert nowhere.output == f"there is no file or folder {tmp_path / 'typo'}\n"
     untaught = CliRunner().invoke(app, ["cache-teacher", str(counting_shards(tmp_path)), "./typo"])
     assert (untaught.exit_code, untaught.output) == (2, "there is no folder ./typo\n")
 
