@@ -1,4 +1,4 @@
-"""Engine ``triton``: own flash kernels for distance logits and for masks that stock kernels lack, plus the epilogue."""
+"""Engine ``triton``: own flash kernels for logits, masks and widths that stock kernels lack, plus the epilogue."""
 
 from affine_attn.engines.compose import compose
 from affine_attn.engines.operator import on_its_device

@@ -553,6 +553,10 @@ def sm90(f: Facts, s: Sizes) -> str | None:
         return "kernels for Hopper are for GPUs of compute capability 9.0"
     if f.dtype == torch.float32 or f.head_dim not in SM90_STAGES:
         return f"kernels for Hopper take 16-bit inputs with a head_dim of {' or '.join(map(str, SM90_STAGES))}"
+    if f.logit not in (type(None), LogN):
+        return f"kernels for Hopper have plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    if (reason := plain_scores(f) or same_widths(f)) is not None:
+        return reason
     if not f.causal:
         return "kernels for Hopper are causal"
     if f.restrictions:

@@ -24,7 +24,8 @@ ENGINES: dict[str, Engine] = {
     "fa4": Engine(needs.fa4, "FlashAttention-4 with a row-wise epilogue", needs.fa4_unasked),
     "sdpa": Engine(needs.sdpa, "PyTorch's fused attention with a row-wise epilogue"),
     "triton": Engine(
-        needs.flash, "own flash kernels (distance logits, documents, padding, windows) with a row-wise epilogue"
+        needs.flash,
+        "own flash kernels (distance logits, soft caps, documents, padding, windows) with a row-wise epilogue",
     ),
     "flex": Engine(needs.flex, "FlexAttention with a row-wise epilogue: any logit, any mask", needs.flex_unasked),
     "blocked": Engine(needs.transforms, "query-blocked torch with recompute: any logit, any mask, linear memory"),

@@ -143,6 +143,14 @@ def test_each_condition_of_the_sm90_kernels_has_its_own_sentence():
     ):
         said = explain(q, k, k, mask, sink=0.0, on="sm90")
         assert f"\nsm90 forward: not taken, kernels for Hopper {reason}\n" in said
+    for arguments, reason in (
+        ({"logit": ScaleInvariant()}, "plain scores, or those of LogN, not the ScaleInvariant logit"),
+        ({"logit": SoftCap()}, "its kernels do not know the SoftCap curve"),
+        ({"v": q[..., :32]}, "its kernels have values as wide as keys, not 32 channels for 64"),
+    ):
+        said = explain(**({"q": q, "k": q, "v": q} | arguments), sink=0.0, on="sm90")
+        assert "\ntriton: runs this call" in said
+        assert f"{reason}\n" in said[said.index("\nsm90 forward: not taken, ") :]
 
 
 def test_what_the_flash_and_the_decode_kernel_still_refuse_of_curves_and_widths():
