@@ -7,7 +7,7 @@ mask. Small neighbours share one with a float mask. All of it is found once for 
 
 import functools
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -183,11 +183,25 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
 
 def _pieces(mask: Mask, tq: int, tk: int, device: torch.device) -> Pieces:
     found = mask.ranges(tq, tk, device)
+    down, up = found.low.diff(), found.high.diff()
+    is_step = (down >= 0) & (down <= 1) & (up >= 0) & (up <= 1)
+    # A look for all sequences: of many short ones the tensors cost more than the lists.
+    looked = (x.tolist() for x in (found.low, found.high, torch.where(is_step, 2 * down + up, -1)))
+    ranges = [_RangesOfRows(*x) for x in zip(*looked, strict=True)]
     pieces = []
-    for sequences, low, high in _alike(found.low, found.high):
-        spans = _merged(_spans(low, high))
-        pieces += [piece._replace(sequences=sequences) for span in spans for piece in _cut(span, low, high)]
+    for sequences, of_rows in _alike(ranges):
+        low, high = (x[sequences.start or 0] for x in (found.low, found.high))
+        for span in _merged(_spans(of_rows)):
+            pieces += [piece._replace(sequences=sequences) for piece in _cut(span, low, high)]
     return Pieces(found.rows, found.keys, tuple(pieces), _share_keys(pieces))
+
+
+class _RangesOfRows(NamedTuple):
+    """Those of a sequence."""
+
+    low: list[int]
+    high: list[int]
+    kinds: list[int]  # how a range goes on in the next row, a key of _STEPS; else -1
 
 
 def _share_keys(pieces: list[Piece]) -> bool:
@@ -198,16 +212,16 @@ def _share_keys(pieces: list[Piece]) -> bool:
     )
 
 
-def _alike(low: Tensor, high: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Neighbouring sequences with the same ranges; one row of ranges holds for all."""
-    if low.shape[0] == 1:
-        yield slice(None), low[0], high[0]
+def _alike(ranges: list[_RangesOfRows]) -> Iterator[tuple[slice, _RangesOfRows]]:
+    """Neighbouring sequences with the same ranges."""
+    if len(ranges) == 1:
+        yield slice(None), ranges[0]
         return
     start = 0
-    for b in range(1, low.shape[0] + 1):
-        if b == low.shape[0] or not (torch.equal(low[b], low[start]) and torch.equal(high[b], high[start])):
-            yield slice(start, b), low[start], high[start]
-            start = b
+    for of_rows, alike in groupby(ranges):
+        stop = start + len(list(alike))
+        yield slice(start, stop), of_rows
+        start = stop
 
 
 class _Span(NamedTuple):
@@ -239,23 +253,19 @@ _WHOLE, _CAUSAL, _BAND = (0, 0), (0, 1), (1, 1)
 _STEPS = {0: _WHOLE, 1: _CAUSAL, 3: _BAND}
 
 
-def _spans(low: Tensor, high: Tensor) -> Iterator[_Span]:
+def _spans(ranges: _RangesOfRows) -> Iterator[_Span]:
     """Maximal runs of rows whose ranges go on in the same way; without those that see nothing."""
-    rows = low.shape[0]
-    down, up = low.diff(), high.diff()
-    is_step = (down >= 0) & (down <= 1) & (up >= 0) & (up <= 1)
-    kinds, counts = torch.where(is_step, 2 * down + up, -1).unique_consecutive(return_counts=True)
-    first, last = low.tolist(), high.tolist()
+    low, high, kinds = ranges
 
     def span(start: int, stop: int, steps: tuple[int, int] | None) -> Iterator[_Span]:
-        while start < stop and first[start] >= last[start]:
+        while start < stop and low[start] >= high[start]:
             start += 1
         if start < stop:
-            yield _Span(start, stop, first[start], last[stop - 1], steps, last[start] - first[start])
+            yield _Span(start, stop, low[start], high[stop - 1], steps, high[start] - low[start])
 
     start = step = 0
-    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        step += count
+    for kind, alike in groupby(kinds):
+        step += len(list(alike))
         if kind >= 0 and start <= step:
             yield from span(start, step + 1, _STEPS.get(kind))
             start = step + 1
@@ -263,8 +273,8 @@ def _spans(low: Tensor, high: Tensor) -> Iterator[_Span]:
             for row in range(start, step):
                 yield from span(row, row + 1, _WHOLE)
             start = max(start, step)
-    if start < rows:
-        yield from span(start, rows, _WHOLE)
+    if start < len(low):
+        yield from span(start, len(low), _WHOLE)
 
 
 def _merged(spans: Iterable[_Span]) -> list[_Span]:

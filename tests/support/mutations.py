@@ -192,7 +192,7 @@ MUTATIONS: dict[str, Mutation] = {
         _in("core/reference", "gradients_are_those_of_finite_differences[every_stage-sdpa]"),
     ),
     "a padded row is one of the document": Mutation(
-        PIECES, "while start < stop and first[start] >= last[start]:", "while start < stop and False:",
+        PIECES, "while start < stop and low[start] >= high[start]:", "while start < stop and False:",
         _in("core/pieces", "padding_is_in_no_piece"),
     ),
     "rows of a band see one key more": Mutation(
