@@ -76,6 +76,12 @@ def tables(rows: list[Row]) -> list[str]:
             f"{_commits(decoding)}:",
             _table(decoding, _ratio_and_fraction),
         ]
+    if masks := _of("masks", rows):
+        parts += [
+            "Masks and ALiBi (forward + backward) and a decoded token, at so many tokens: CPU time of one thread, "
+            f"ratio to the fastest of what torch alone has, named in the CSV (milliseconds); {_commits(masks)}:",
+            _table(masks, _ratio_and_ms),
+        ]
     if generation := _of("generation", rows):
         parts += [
             f"`generate` with a static cache, cached tokens x batch, ratio to {_baseline(generation)} (ms a token); "

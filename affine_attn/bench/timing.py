@@ -32,27 +32,31 @@ def side_by_side(
     device: torch.device,
     rounds: int = 7,
     round_ms: float = 50.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time every function against ``baseline``, interleaved; each turn is timed for about ``round_ms``.
 
     On CUDA this is the time of the GPU, not of the host: a turn is queued behind a wait as long as the queueing takes.
     It begins with as many calls that are not timed: a GPU at its power limit is faster after a function that drew less.
+    On the CPU ``clock`` may be that of the process, where others use the cores too.
     A function whose data would stay in the cache between calls must bring several sets of it and rotate.
     """
-    turns = {name: _warm_up(function, device, round_ms) for name, function in functions.items()}
+    turns = {name: _warm_up(function, device, round_ms, clock) for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            times[name].append(_run(function, turns[name], device))
+            times[name].append(_run(function, turns[name], device, clock))
     return {name: summary(ms, times[baseline]) for name, ms in times.items()}
 
 
-def _warm_up(function: Callable[[], object], device: torch.device, round_ms: float) -> _Turn:
+def _warm_up(
+    function: Callable[[], object], device: torch.device, round_ms: float, clock: Callable[[], float]
+) -> _Turn:
     """Compile, fill the caches, and find out how many calls make a turn and how long the host needs for them."""
     on_gpu = device.type == "cuda"
-    _run(function, _Turn(2 if on_gpu else 1, 0.0), device)
-    host_ms = min(_host_ms(function) for _ in range(3 if on_gpu else 1))
-    ms = _run(function, _Turn(2, 8 * host_ms), device) if on_gpu else host_ms
+    _run(function, _Turn(2 if on_gpu else 1, 0.0), device, clock)
+    host_ms = min(_host_ms(function, clock) for _ in range(3 if on_gpu else 1))
+    ms = _run(function, _Turn(2, 8 * host_ms), device, clock) if on_gpu else host_ms
     calls = max(1, round(round_ms / max(ms, 1e-3)))
     calls = min(calls, _MOST_CALLS) if on_gpu else calls
     while on_gpu and calls > 1 and not _fits_the_queue(function, _turn(calls, host_ms)):
@@ -72,19 +76,19 @@ def _fits_the_queue(function: Callable[[], object], turn: _Turn) -> bool:
     return in_time
 
 
-def _host_ms(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _host_ms(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     function()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
-def _run(function: Callable[[], object], turn: _Turn, device: torch.device) -> float:
+def _run(function: Callable[[], object], turn: _Turn, device: torch.device, clock: Callable[[], float]) -> float:
     """Milliseconds per call."""
     if device.type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         for _ in range(turn.calls):
             function()
-        return (time.perf_counter() - start) * 1e3 / turn.calls
+        return (clock() - start) * 1e3 / turn.calls
     start, end = _queue(function, turn)
     end.synchronize()
     return start.elapsed_time(end) / turn.calls

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import torch
 from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.bench import timing as measure
 from affine_attn.bench.accuracy import Shape
-from affine_attn.bench.timing import side_by_side
-from benchmarks import cases, checks, generation, plot, readme, record, run, steps, training
+from affine_attn.bench.timing import Timing, side_by_side
+from benchmarks import cases, checks, generation, masks, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 from tests.support.tiny_runs import counting_shards
@@ -158,7 +159,7 @@ def test_no_more_calls_are_timed_than_the_queue_of_the_gpu_holds(launches, calls
     monkeypatch.setattr(torch.cuda, "Event", _FullQueue)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: setattr(_FullQueue, "launches", 0))
     function = lambda: setattr(_FullQueue, "launches", _FullQueue.launches + launches)  # noqa: E731
-    assert measure._warm_up(function, torch.device("cuda"), 50.0).calls == calls
+    assert measure._warm_up(function, torch.device("cuda"), 50.0, time.perf_counter).calls == calls
 
 
 def _row(shape: str, what: str, mode: str, **columns: str) -> record.Row:
@@ -191,6 +192,35 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     pytest.importorskip("matplotlib")
     assert plot.draw(rows, tmp_path / "x.svg")
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
+
+
+@pytest.mark.parametrize("make", masks.CASES)
+def test_masks_are_timed_against_peers_that_are_right(make, monkeypatch):
+    monkeypatch.setattr(masks, "CHECKED", 128)
+    masks.check(case := make(128))
+    wrong = case._replace(peers={"wrong": lambda q, k, v: 1.01 * next(iter(case.peers.values()))(q, k, v)})
+    with pytest.raises(SystemExit, match=rf"^{case.what}, wrong is wrong: "):
+        masks.check(wrong)
+
+
+def test_masks_are_rows_over_the_fastest_peer(monkeypatch, tmp_path, capsys):
+    timed = []
+
+    def turns(functions, baseline, *_, clock):
+        assert clock is time.process_time
+        timed.append((list(functions), baseline))
+        return {name: Timing(1.0, 1.0, 1.0, 1.0 / (1 + place)) for place, name in enumerate(functions)}
+
+    monkeypatch.setattr(masks, "side_by_side", turns)
+    monkeypatch.setattr(masks, "TOKENS", (128,))
+    monkeypatch.setattr(masks, "CHECKED", 128)
+    masks.main(["--output", str(tmp_path / "cpu.csv")])
+    rows = record.read(tmp_path / "cpu.csv")
+    of_window = [row for row in rows if row["what"].startswith("window")]
+    assert [row["what"] for row in of_window] == [f"window of 128: {x}" for x in ("torch", "softmax", "affine")]
+    assert {row["baseline"] for row in of_window} == {"SDPA with a float mask"}  # the last is the fastest here
+    assert {row["mode"] for row in rows} == {"masks"}
+    assert "| window of 128: affine |" in "".join(readme.tables(rows))
 
 
 def test_generation_times_every_model(monkeypatch, tmp_path):
