@@ -12,7 +12,7 @@ INSTALL := $(if $(shell command -v uv),$(UV),$(PIP))
 
 OLDEST_TRITON := .venv/oldest-triton
 
-.PHONY: demo test docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common bench \
+.PHONY: demo test docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models bench \
 	gallery lint fmt clean
 
 demo: .venv/.demo
@@ -77,6 +77,12 @@ test-hf-common: .venv/.installed
 	cd "$(HF_SOURCE)" && PYTHONPATH="$(HF_SOURCE)/src:$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 RUN_SLOW=1 \
 		"$(CURDIR)/$(BIN)/python" -m pytest -q -n 2 -c /dev/null -p no:cacheprovider --import-mode=importlib \
 		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common/test_common.py"
+
+# Every decoder of transformers, eager against ours; writes the table of docs/hf-models.md.
+test-hf-models: .venv/.installed
+	@test -f "$(HF_SOURCE)/tests/test_modeling_common.py" || { echo "give SOURCE=path/to/transformers, a checkout"; exit 2; }
+	cd "$(HF_SOURCE)" && PYTHONPATH="$(HF_SOURCE)/src:$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 \
+		"$(CURDIR)/$(BIN)/python" -W ignore "$(CURDIR)/hf_common/models.py"
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench --update-docs

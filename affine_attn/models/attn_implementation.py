@@ -125,16 +125,11 @@ def _given(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_caus
     if mask is not None and mask.dtype == torch.bool:
         return PreparedMask(Mask(causal=False, allowed=mask[..., : k.shape[2]]))
     if mask is not None:
-        # The least number stands for -inf in them.
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        return PreparedMask(Mask(causal=False, allowed=~hidden), bias=mask.masked_fill(hidden, 0.0))
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and q.shape[2] not in (1, k.shape[2]):
-        raise UserError(
-            f"attn_implementation={NAME!r} needs a mask where queries are not all keys: this model gives none for "
-            f"{q.shape[2]} of {k.shape[2]}"
-        )
-    return PreparedMask(Mask(causal=bool(causal)))
+        return PreparedMask(Mask(causal=False), bias=mask)
+    if q.shape[2] > 1 and (getattr(module, "is_causal", None) if is_causal is None else is_causal) is not False:
+        # Stock kernels would take it for a causal one, eager attention for none at all.
+        raise UserError(f"attn_implementation={NAME!r} needs a mask, and this model gives its attention none")
+    return PreparedMask(Mask(causal=False))
 
 
 def transformers_attention(

@@ -72,6 +72,10 @@ class PreparedMask:
     def _is_no_tensor(self, *_: Any) -> Any:
         raise _NoTensor(_NO_TENSOR)
 
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise _NoTensor(_NO_TENSOR)
+
     # What a model would do with a tensor.
     __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_tensor
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = __lt__ = __gt__ = _is_no_tensor

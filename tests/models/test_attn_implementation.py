@@ -108,13 +108,14 @@ def test_models_have_the_values_and_gradients_of_their_eager_path(name, padded):
 
 
 def test_dense_masks_of_a_model_of_ones_own():
-    """Bool ones, and those of numbers to add, whose least stands for -inf."""
+    """Bool ones, and those of numbers to add: a row of the least number only is a mean, as on the eager path."""
     eager, ours = pair(LlamaConfig(**SIZES))
     tokens, _ = left_padded(padded=0)
     allowed = torch.ones(2, 1, 10, 10, dtype=torch.bool).tril()
     allowed[:, :, 5:, 2] = False
     added = torch.zeros(2, 1, 10, 10).masked_fill(~allowed, torch.finfo(torch.float32).min)
     added[:, :, 6:, 3] = -1.5
+    added[:, :, 8] = torch.finfo(torch.float32).min
     for mask in (allowed, added):
         expected = eager(tokens, attention_mask=mask if mask is added else torch.where(mask, 0.0, -torch.inf)).logits
         torch.testing.assert_close(ours(tokens, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-5)
@@ -128,7 +129,12 @@ def test_a_model_that_computes_with_its_mask_gets_a_sentence():
         bloom(tokens, attention_mask=mask)
     mask = transformers_mask(1, 3, 3)
     assert not hasattr(mask, "dtype")
-    for use in (lambda: mask[:, 0], lambda: torch.ones(1) + mask, lambda: mask.masked_fill(mask, 0), lambda: ~mask):
+    for use in (
+        lambda: mask[:, 0],
+        lambda: torch.ones(1) + mask,
+        lambda: torch.ones(1).masked_fill(mask, 0),
+        lambda: ~mask,
+    ):
         with pytest.raises(ValueError, match=said):
             use()
 
@@ -172,8 +178,10 @@ def test_output_attentions_are_those_of_the_eager_path(name):
 def test_what_it_does_not_compute_is_refused():
     q = torch.randn(1, 2, 3, 4)
     mask = transformers_mask(1, 3, 3)
-    with pytest.raises(ValueError, match="this model gives none for 2 of 3"):
-        transformers_attention(torch.nn.Module(), q[:, :, 1:], q, q, None)
+    with pytest.raises(ValueError, match="needs a mask, and this model gives its attention none"):
+        transformers_attention(torch.nn.Module(), q, q, q, None)
+    two_sided, _ = transformers_attention(torch.nn.Module(), q, q, q, None, is_causal=False)
+    torch.testing.assert_close(two_sided, attention(q, q, q, mask=Mask(causal=False)).transpose(1, 2))
     with pytest.raises(ValueError, match=r"has no dropout, got 0\.1; set the config's to 0"):
         transformers_attention(torch.nn.Module(), q, q, q, mask, dropout=0.1)
     for name in ("position_bias", "indices", "block_indices"):
