@@ -86,7 +86,7 @@ def test_the_tutorial_on_analysis_runs():
     assert run_all((DOCS / "tutorials" / "analyse.md").read_text())["row_sums"].shape == (2, 4)
 
 
-@pytest.mark.parametrize("name", ["masks", "engines"])
+@pytest.mark.parametrize("name", ["masks", "engines", "options"])
 def test_the_pages_on_concepts_run(name):
     run_all((DOCS / f"{name}.md").read_text())
 

@@ -176,6 +176,11 @@ def checked_call(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise ValueError(
+                f"{name} must not be a nested tensor: give its documents as one row [1, heads, tokens, channels], with "
+                "Mask.packed(lengths)"
+            )
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions [batch, heads, tokens, head_dim], got {list(tensor.shape)}"

@@ -51,6 +51,10 @@ BAD: dict[str, tuple[Callable, str]] = {
     "q_3d": (call(q=Q[0]), r"^q must have 4 dimensions .*got \[4, 5, 8\]"),
     "k_5d": (call(k=K[None]), r"^k must have 4 dimensions .*got \[1, 2, 2, 5, 8\]"),
     "v_2d": (call(v=V[0, 0]), r"^v must have 4 dimensions .*got \[5, 8\]"),
+    "nested": (
+        call(q=torch.nested.nested_tensor([Q[0].transpose(0, 1)] * 2, layout=torch.jagged).transpose(1, 2)),
+        r"^q must not be a nested tensor: .*Mask.packed\(lengths\)",
+    ),
     "integers": (call(q=Q.long()), r"^q must be a floating point tensor, got torch.int64"),
     "eight_bits": (call(q=Q.to(torch.float8_e4m3fn)), r"^q must be a floating point tensor, got torch.float8.*16, 32"),
     "mixed_dtypes": (call(v=V.bfloat16()), r"dtype.*torch.float32 for q and torch.bfloat16 for v"),
