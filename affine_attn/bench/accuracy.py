@@ -100,11 +100,15 @@ class Deviation(NamedTuple):
     within: bool
 
 
-def value_and_gradients(function, inputs: dict[str, Any], dy: Tensor | None) -> dict[str, Tensor]:
-    """y and the gradient of every tensor input, by name, for a function of keyword arguments; y alone without dy."""
+def value_and_gradients(
+    function, inputs: dict[str, Any], dy: Tensor | None, constants: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """y and the gradient of every tensor input but constants, by name, for a function of keyword arguments; y alone
+    without dy."""
     if dy is None:
         return {"y": function(**inputs)}
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in constants}
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     y = function(**{**inputs, **leaves})
     gradients = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
     return {"y": y.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
@@ -118,16 +122,18 @@ def deviations(
     seed: int = 1,
     function=None,
     gradients: bool = True,
+    constants: tuple[str, ...] = (),
 ) -> list[Deviation]:
-    """Compare ``attention(..., impl=impl)`` (or ``function``) with the float64 reference: y and every gradient."""
+    """Compare ``attention(..., impl=impl)`` (or ``function``) with the float64 reference: y and every gradient, but
+    those of constants."""
     q, v = inputs["q"], inputs["v"]
     dy = torch.randn((*q.shape[:3], v.shape[3]), generator=torch.Generator().manual_seed(seed)).to(q)
     engine = function or (lambda **x: attention(**x, mask=mask, scale=scale, impl=impl))
     exact_inputs = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     incoming = dy if gradients else None
-    exact = value_and_gradients(_reference(mask, scale), exact_inputs, dy.double() if gradients else None)
-    yardstick = value_and_gradients(_reference(mask, scale, matmul=q.dtype), inputs, incoming)
-    measured = value_and_gradients(engine, inputs, incoming)
+    exact = value_and_gradients(_reference(mask, scale), exact_inputs, dy.double() if gradients else None, constants)
+    yardstick = value_and_gradients(_reference(mask, scale, matmul=q.dtype), inputs, incoming, constants)
+    measured = value_and_gradients(engine, inputs, incoming, constants)
     rounding = _rounding(exact_inputs, dy.double(), q.dtype, mask, scale)
     return [_deviation(name, measured[name], yardstick[name], truth, rounding) for name, truth in exact.items()]
 

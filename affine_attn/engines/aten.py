@@ -261,7 +261,9 @@ def _folded(x: Tensor, k: Tensor) -> Tensor:
 def _folded_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The same of a float mask [rows, keys] or [B or 1, H, rows, keys]."""
     if mask is None or mask.ndim == 4:
-        return mask if mask is None else _folded(mask, k)
+        if mask is None:
+            return None
+        return _folded(mask.expand(mask.shape[0], q.shape[1], q.shape[2], mask.shape[3]), k)
     return mask.repeat(q.shape[1] // k.shape[1], 1)
 
 

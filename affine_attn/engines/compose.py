@@ -86,7 +86,7 @@ def compose(
         epilogue = eager if needs.epilogue(facts) else launch
         return Output(y, None if is_plain else torch.empty_like(y), z, epilogue.new_saved_sums(call))
 
-    return register(name, forward, backward, fake)
+    return register(name, forward, backward, fake, without=("bias",))
 
 
 def _epilogue(plan: Plan) -> ModuleType:

@@ -175,6 +175,7 @@ class Facts(NamedTuple):
     has_beta: bool
     has_gate: bool
     has_bias: bool
+    has_bias_grad: bool
     sizes: Answers | Questions
 
 
@@ -232,6 +233,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.beta is not None,
         call.gate is not None,
         call.bias is not None,
+        call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled(),
         (Questions if is_tracing else _answers)(batch, heads, queries, keys),
     )
 
@@ -381,10 +383,15 @@ def sdpa(f: Facts) -> str | None:
     if f.logit not in (type(None), LogN) and not (is_on_cpu and f.logit is Alibi):
         known = "LogN or Alibi" if is_on_cpu else "LogN"
         return f"a stock kernel has plain scores, or those of {known}, not the {f.logit.__name__} logit"
-    if (reason := plain_scores(f) or same_widths(f)) is not None:
+    # Its operator for the CPU adds a float mask to the scores.
+    if (reason := plain_scores(f._replace(has_bias=False) if is_on_cpu else f)) is not None:
+        return reason
+    if f.has_bias_grad:
+        return "a stock kernel gives no gradient of a bias"
+    if not is_on_cpu and (reason := same_widths(f)) is not None:
         return reason
     for name in f.restrictions:
-        if name != "window" and (not is_on_cpu or name == "allowed"):
+        if name != "window" and not is_on_cpu:
             return f"a stock kernel has no mask.{name}"
     return beta(f) or stock(f)
 
@@ -490,6 +497,8 @@ def beta(f: Facts) -> str | None:
         return None
     if epilogue(f) is None:
         return visible_sums(f)
+    if "allowed" in f.restrictions:
+        return "the epilogue cannot sum the values that mask.allowed leaves visible"
     if f.restrictions and f.machine.device != "cpu":
         return f"the epilogue cannot sum the values that mask.{f.restrictions[0]} leaves visible"
     return None

@@ -104,8 +104,12 @@ def on_its_device(function):
     return run
 
 
-def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run:
-    """Define ``affine_attn::name`` and its backward; return the differentiable function of a call."""
+def register(name: str, forward: Forward, backward: Backward, fake: Fake, without: tuple[str, ...] = ()) -> Run:
+    """Define ``affine_attn::name`` and its backward; return the differentiable function of a call.
+
+    ``without``: inputs that it has no gradient for, and refuses where they need one.
+    """
+    has_gradient = [field not in without for field in Gradients._fields]
 
     planned = _planned(name, forward)
 
@@ -126,7 +130,15 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         ]
 
     def fake_backward(dy: Tensor, y: Tensor, out: Tensor, lse: Tensor, sums: Tensor, *flat) -> list[Tensor]:
-        return [dy.new_empty(0) if x is None else torch.empty_like(x) for x in flat[:_GRADIENTS]]
+        return [
+            torch.empty_like(x) if x is not None and is_there else dy.new_empty(0)
+            for x, is_there in zip(flat[:_GRADIENTS], has_gradient, strict=True)
+        ]
+
+    def given(tensors: list[Tensor | None], gradients: list[Tensor]) -> list[Tensor | None]:
+        """Return gradients of the operator, without the empty ones."""
+        found = zip(tensors[:_GRADIENTS], gradients, has_gradient, strict=True)
+        return [gradient if x is not None and is_there else None for x, gradient, is_there in found]
 
     op = _operator(name, planned, fake)
     op_backward = torch.library.custom_op(
@@ -150,8 +162,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
         if dy is None:
             return (None,) * len(_FIELDS)
         gradients = op_backward(dy, y, out, lse, sums, *tensors, *ctx.options)
-        given = [None if x is None else gradient for x, gradient in zip(tensors[:_GRADIENTS], gradients, strict=True)]
-        return (*given, *(None,) * (len(_FIELDS) - _GRADIENTS))
+        return (*given(tensors, gradients), *(None,) * (len(_FIELDS) - _GRADIENTS))
 
     op.register_autograd(autograd_backward, setup_context=setup_context)
 
@@ -186,9 +197,7 @@ def register(name: str, forward: Forward, backward: Backward, fake: Fake) -> Run
                 # With create_graph=True: the operator will say that it has no derivative. Plain functions would not.
                 saved = Output(dy.new_empty(0) if y is None else y, out, lse, sums)
                 found = op_backward(dy, *_filled(saved), *flatten(call))
-                gradients = [
-                    None if x is None else gradient for x, gradient in zip(tensors[:_GRADIENTS], found, strict=True)
-                ]
+                gradients = given(tensors, found)
             else:
                 saved = Output(y, out, lse, sums, ctx.is_clean)
                 gradients = planned_backward(call, facts_now(name, ctx.facts), dy, saved)
@@ -260,7 +269,7 @@ def _operator(name: str, planned: Callable[[Call, Facts], Output], fake: Fake):
 
 def _like_new(x: Tensor, call: Call) -> Tensor:
     """A result in the layout of a new one, which fakes promise; stock kernels choose their own."""
-    if x.stride() == call.q.stride():
+    if x.stride() == call.q.stride() and x.shape == call.q.shape:
         return x
     promised = call.new_output()
     return x if x.stride() == promised.stride() else promised.copy_(x)

@@ -126,7 +126,7 @@ def fa4(f: Facts) -> str:
 def stock(f: Facts) -> str:
     """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
     if f.machine.device == "cpu":
-        return "cpu_masks" if f.restrictions or f.logit is Alibi else "flash_for_cpu"
+        return "cpu_masks" if f.restrictions or f.logit is Alibi or f.has_bias else "flash_for_cpu"
     return "flash2" if "window" in f.restrictions or needs.cudnn(f) is not None else "cudnn"
 
 
@@ -165,6 +165,8 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
         else:
             lines[other] = preferred
     lines["forward"] = f"{plan.forward}, {KERNELS[plan.forward]}"
+    if f.value_dim != f.head_dim:
+        lines["widths"] = _widths(name, f)
     lines["epilogue"] = _epilogue(plan, f)
     lines["sums of values"] = "none, as there is no beta" if plan.sums is None else f"{plan.sums}, {SUMS[plan.sums]}"
     lines["backward"] = (
@@ -183,6 +185,19 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
     if f.flash is not None:
         lines["flash operators"] = f"those of {f.flash} (activate_flash_attention_impl)"
     return "\n".join(f"{what}: {text}" for what, text in lines.items())
+
+
+def _widths(name: str, f: Facts) -> str:
+    widths = f"{f.head_dim} channels of q and k, {f.value_dim} of v"
+    if name not in _OF_ONE_WIDTH:
+        return f"{widths}, as they are"
+    wide = max(f.head_dim, f.value_dim)
+    share = 200 * wide // (f.head_dim + f.value_dim) - 100
+    return f"{widths}, filled with zeros up to {wide}: {share} % more multiplications"
+
+
+# Engines whose kernels have values as wide as keys.
+_OF_ONE_WIDTH = ("sdpa",)
 
 
 def _epilogue(plan: Plan, f: Facts) -> str:

@@ -26,14 +26,22 @@ CALLS = {
     "blocked_window": (SPECS["affine_gated"], Mask(window=3)),
     "blocked_options": (CURVES["softcap+every_stage"], Mask(allowed=torch.arange(9) % 4 != 2)),
     "blocked_two_sided": (CURVES["softcap+logn+gated"], Mask(causal=False, window=4, window_after=2)),
+    "sdpa_options": (SPECS["sink+affine+gate"], Mask(documents=DOCUMENTS)),
 }
+# What has a bias and narrow values. The stock operator has no gradient of a bias.
+WITH_OPTIONS = ("blocked_options", "blocked_two_sided", "sdpa_options")
+CONSTANTS = {"sdpa_options": ("bias",)}
 
 
 def _inputs(case: str, tq: int = 9, dtype: torch.dtype = torch.float32) -> dict:
-    """Those with options have a bias and narrow values."""
-    has_options = case in ("blocked_options", "blocked_two_sided")
+    has_options = case in WITH_OPTIONS
     shape = Shape(1, 4, 2, tq, 9, 8, 4 if has_options else None)
     return random_inputs(CALLS[case][0], shape, dtype, bias=(4, tq, 9) if has_options else None)
+
+
+def _leaves(case: str, inputs: dict) -> dict:
+    constants = CONSTANTS.get(case, ())
+    return {n: x.requires_grad_() if isinstance(x, Tensor) and n not in constants else x for n, x in inputs.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +67,7 @@ def test_one_graph_with_the_same_values_and_gradients(case, tq, dynamic):
     dy = torch.randn(*inputs["q"].shape[:3], inputs["v"].shape[3])
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     results = [
-        value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy)
+        value_and_gradients(lambda f=function, **x: f(**x, mask=mask, impl=impl), inputs, dy, CONSTANTS.get(case, ()))
         for function in (compiled, attention)
     ]
     _assert_same(*results)
@@ -156,14 +164,13 @@ def test_a_compiled_layer_adds_to_the_same_alpha_sums(padded):
 @pytest.mark.parametrize(
     ("engine", "case"),
     [(engine, case) for engine in ("sdpa", "blocked") for case in (engine, "sdpa_plain")]
-    + [("blocked", "blocked_options"), ("blocked", "blocked_two_sided")],
+    + [(case.split("_")[0], case) for case in WITH_OPTIONS],
 )
 def test_operators_keep_the_rules_of_torch_library(engine, case):
     """Schema, fake implementation, autograd registration and tracing with symbolic shapes."""
     mask = CALLS[case][1]
     arguments = dict.fromkeys(("scale", "sink", "alpha", "beta", "gate")) | _inputs(case)
-    leaves = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    call = checked_call(mask=mask, **leaves)
+    call = checked_call(mask=mask, **_leaves(case, arguments))
     torch.library.opcheck(getattr(torch.ops.affine_attn, engine).default, flatten(call))
 
 

@@ -21,7 +21,7 @@ from affine_attn.engines.plan import why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.device import cached
 from affine_attn.kernels.epilogue import eager
-from tests.support.cases import CASES, CURVES, MASKS, SINKS, SPECS, Case
+from tests.support.cases import CASES, CURVES, MASKS, PAIR_MASKS, SINKS, SPECS, Case
 from tests.support.fp32_sums import assert_fp32_sums
 
 
@@ -47,6 +47,33 @@ def test_every_engine_that_accepts_a_case_is_right(case: Case):
     assert engines
     for engine in engines:
         _assert_within(case, engine)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.bias is not None], ids=str)
+def test_a_bias_without_a_gradient_is_a_float_mask_on_the_cpu(case: Case):
+    inputs, mask = _arguments(case)
+    leaves = {name: x.requires_grad_() if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    if (reason := why_not("sdpa", checked_call(mask=mask, **leaves))) is not None:
+        known = "curve", "ScaleInvariant logit", "mask.allowed leaves visible", "more queries than keys"
+        assert any(what in reason for what in known), reason
+        return
+    inputs, mask = _arguments(case)
+    wrong = [d for d in deviations("sdpa", inputs, mask, constants=("bias",)) if not d.within]
+    assert not wrong, f"sdpa is too far from the reference: {wrong}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", ["causal", "none", "allowed", "two_sided", "documents_interleaved", "left_padding"])
+def test_rows_of_which_a_bias_hides_all_keys_of_a_piece(mask):
+    """Cached keys and new ones, in one piece or two; more rows than a block of the float mask has."""
+    shape = Shape(2, 4, 2, 150, 260, 16)
+    inputs = random_inputs(SPECS["sink"], shape)
+    bias = torch.randn(4, 150, 260, generator=torch.Generator().manual_seed(2))
+    bias[:, 3::7, :110], bias[:, 5::7, 110:], bias[:, 6::7] = -torch.inf, -torch.inf, -torch.inf
+    visible = (MASKS | PAIR_MASKS)[mask](shape, torch.device("cpu"))
+    for added in (bias, bias[:, :1], bias[:1, :, :1]):
+        y, expected = (attention(**inputs, mask=visible, bias=added, impl=impl) for impl in ("sdpa", "reference"))
+        torch.testing.assert_close(y, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", "window7", "documents_interleaved", "lengths"])

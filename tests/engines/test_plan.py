@@ -164,6 +164,23 @@ def test_what_the_flash_and_the_decode_kernel_still_refuse_of_curves_and_widths(
         assert f"decode: cannot, {reason}\n" in said
 
 
+def test_explain_says_what_other_widths_of_values_cost():
+    q, k = torch.randn(1, 4, 9, 64), torch.randn(1, 2, 9, 64)
+    said = explain(q, k, k[..., :32], on="cpu")
+    assert "\nwidths: 64 channels of q and k, 32 of v, filled with zeros up to 64: 33 % more multiplications\n" in said
+    assert "\nwidths: 64 channels of q and k, 32 of v, as they are\n" in explain(q, k, k[..., :32], impl="blocked")
+    assert "widths" not in explain(q, k, k)
+
+
+def test_a_bias_that_needs_a_gradient_is_not_handed_to_a_stock_operator():
+    q, bias = torch.randn(1, 2, 9, 16), torch.randn(9)
+    assert plan.why_not("sdpa", checked_call(q, q, q, bias=bias)) is None
+    bias.requires_grad_()
+    assert "gives no gradient of a bias" in str(plan.why_not("sdpa", checked_call(q, q, q, bias=bias)))
+    with torch.no_grad():
+        assert plan.why_not("sdpa", checked_call(q, q, q, bias=bias)) is None
+
+
 def test_an_engine_without_a_plan_is_an_error():
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(KeyError, match="engine 'brand new' has no plan"):

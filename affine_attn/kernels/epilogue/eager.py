@@ -66,7 +66,7 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: None = None) -> Outp
         if rows is None:
             y = combine(o, u, call.alpha, call.beta, call.gate, dtype).to(call.q.dtype)
         else:
-            y = torch.empty_like(call.q) if y is None else y
+            y = call.new_output() if y is None else y
             alpha, beta, gate = (rows_of(x, rows) for x in (call.alpha, call.beta, call.gate))
             y[:, :, rows] = combine(_rows(o, rows), u, alpha, beta, gate, dtype)
     assert y is not None  # there is a tile, if an empty one
@@ -83,11 +83,11 @@ class RowGradients:
         has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
         if not has_rows and not isinstance(call.sink, Tensor):
             # A constant sink is in out and lse already.
-            self.do = _dense(dy, call.q, o)
+            self.do = _dense(dy, call, o)
             return
         parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
         do, *found = zip(*parts, strict=True)
-        self.do = _dense(do[0] if len(do) == 1 else torch.cat(do, 2), call.q, o)
+        self.do = _dense(do[0] if len(do) == 1 else torch.cat(do, 2), call, o)
         self.along_o, self.dbeta, self.dgate, self.du = (x[0] if len(x) == 1 else _joined(x) for x in found)
 
     def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Any, ...]:
@@ -178,10 +178,10 @@ def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
         yield rows, u
 
 
-def _dense(x: Tensor, q: Tensor, o: Tensor) -> Tensor:
+def _dense(x: Tensor, call: Call, o: Tensor) -> Tensor:
     """Return x as a stock backward reads it: the gradient of a sum, say, is one number everywhere."""
     steps = x.stride()
-    return x if steps == q.stride() or steps == o.stride() or x.is_contiguous() else torch.empty_like(q).copy_(x)
+    return x if steps == call.q.stride() or steps == o.stride() or x.is_contiguous() else call.new_output().copy_(x)
 
 
 def _rows(x: Tensor, rows: slice | None) -> Tensor:
