@@ -60,6 +60,7 @@ KERNELS = {
 }
 SUMS = {
     "running": "a running sum along the tokens, as the mask is causal",
+    "restarting": "a running sum along each document",
     "whole": "one sum, as every query sees all keys",
     "table": "a row per query, from kernels for what a mask lets be seen",
     "pieces": "in torch, a piece of the mask at a time",
@@ -97,6 +98,9 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
         backward = "sm90"
     epilogue = "kernels" if needs.epilogue(f) is None else "torch"
     of_masks = "table" if epilogue == "kernels" else "pieces"
+    has_packed = f.causal and f.restrictions == ("documents",) and f.documents != needs.SCATTERED
+    if epilogue == "kernels" and has_packed and not f.sizes.is_overlong:
+        of_masks = "restarting"
     sums = of_masks if f.restrictions else "running" if f.causal else "whole"
     return Plan(forward, _if(f.has_grad, backward), epilogue, _if(f.has_beta, sums))
 

@@ -173,6 +173,11 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _packed_call(target: Target) -> Call:
+    mask = Mask(documents=_meta(2, 8192, dtype=torch.int64), contiguous=True)
+    return _call(target, 8, 2, 4096, 8192, stages="sink alpha beta", gate="elementwise", mask=mask)
+
+
 def _launch_epilogue(call: Call) -> None:
     scaled = epilogue.scale_rows(call.q, _meta(2, 1, call.tq), torch.empty_like(call.q))
     output = epilogue.apply_epilogue(call, scaled, _meta(*call.q.shape[:3]), epilogue.begin(call))
@@ -212,6 +217,7 @@ CALLS: dict[str, Callable[[Target], None]] = {
     "epilogue_elementwise": lambda t: _launch_epilogue(_call(t, 8, 2, stages="sink alpha beta", gate="elementwise")),
     "epilogue_headwise": lambda t: _launch_epilogue(_call(t, 6, 2, stages="sink alpha beta", gate="headwise")),
     "epilogue_affine": lambda t: _launch_epilogue(_call(t, 8, 2, stages="alpha beta")),
+    "epilogue_restarting": lambda t: _launch_epilogue(_packed_call(t)),
     "epilogue_no_sums": lambda t: _launch_epilogue(_call(t, 8, 2, stages="sink alpha", gate="elementwise")),
     "flash": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=ScaleInvariant())),
     "flash_capped": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=SoftCap())),

@@ -7,7 +7,7 @@ from affine_attn import Alibi, LogN, Mask, ScaleInvariant, SoftCap, attention, a
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.core.call import checked_call
 from affine_attn.engines import decode, needs
-from affine_attn.engines.plan import Plan, why_not
+from affine_attn.engines.plan import Plan, kernels, why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
 from tests.conftest import interpreted, rerun_in_interpreter
@@ -374,3 +374,24 @@ def test_fa4_with_the_fused_epilogue(flash_attn_4, mask):
     inputs = random_inputs(SPECS["sink+affine+gate"], shape, torch.float16)
     visible = MASKS[mask](shape, torch.device("cpu"))
     assert not [d for d in deviations("fa4", inputs, visible) if not d.within]
+
+
+# (document lengths of each row, queries, spec): documents shorter than a tile and longer than a segment of 64 tokens or
+# a block of 256, and queries that begin within one.
+RESTARTING = {
+    "several_segments": ([[70, 3, 1, 86], [1, 1, 8, 150]], 160, "sink+affine+gate"),
+    "fewer_queries": ([[100, 3, 57]], 91, "sink+affine+gate"),
+    "several_blocks": ([[300, 20, 250]], 570, "affine"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", RESTARTING)
+def test_sums_of_values_restart_with_each_document(flash_attn_4, case):
+    lengths, queries, name = RESTARTING[case]
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    mask = Mask(documents=documents, contiguous=True)
+    inputs = random_inputs(SPECS[name], Shape(len(lengths), 2, 1, queries, documents.shape[1], 32), torch.float16)
+    facts = needs.facts_of(checked_call(**inputs, mask=mask))
+    assert kernels("fa4", facts, needs.NO_SIZES).sums == "restarting"
+    assert not [d for d in deviations("fa4", inputs, mask) if not d.within]

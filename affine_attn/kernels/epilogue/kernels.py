@@ -14,6 +14,10 @@ kernel prepares the sum of the values before each segment, as a sum within its b
 block. In the backward the sums run the other way, and dv is not there yet: a segment leaves for each of its slots what
 its own queries want added, and its total; small kernels add up the totals from the end and, once there is a dv, add
 both to it.
+
+RESTARTS: sums begin anew with each document, and p_first [B, keys] says where a slot's document begins. What goes from
+tile to tile, from segment to segment and from block to block is then the sum over the document that the next one
+begins in. No sum is ever of more than one document: nothing is subtracted that a row does not see.
 """
 
 import triton
@@ -24,8 +28,8 @@ from affine_attn.kernels.constants import ELEMENTWISE, HEADWISE, LEARNED_SINK, N
 
 @triton.jit
 def value_sums_kernel(
-    p_v, p_sums, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, segments, blocks, block_segments,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
+    p_v, p_first, p_sums, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, segments, blocks, block_segments,
+    RESTARTS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """sums[bh, c] = sum of the values before key segment c in its block, sums[bh, segments + n] = total of block n."""
     SLICES: tl.constexpr = D // SLICE
@@ -40,17 +44,53 @@ def value_sums_kernel(
         m_v = ((o_t >= 0) & (o_t < keys))[:, None] & (o_d < HEAD_DIM)[None, :]
         b_v = tl.load(p_v + o_t[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
         tl.store(p_sums + segment * D, b_sum)
+        if RESTARTS:
+            start, stop = first + segment * LENGTH, first + (segment + 1) * LENGTH
+            next_first = _first_slot(p_first, bh // kv_heads, stop, keys)
+            b_v = tl.where((o_t >= next_first)[:, None], b_v, 0.0)
+            b_sum = tl.where(next_first <= start, b_sum, 0.0)
         b_sum += tl.sum(b_v.to(tl.float32), 0)
     tl.store(p_sums + (segments + block) * D, b_sum)
 
 
 @triton.jit
+def _first_slot(p_first, b, o_slot, keys):
+    """Return where the documents of slots begin; past the end that of the last one."""
+    return tl.load(p_first + b * keys + tl.minimum(o_slot, keys - 1))
+
+
+@triton.jit
+def _add_unless_first(m_left, b_left, m_right, b_right):
+    """Add what came before, unless this is the first of another document."""
+    return m_left | m_right, tl.where(m_right != 0, b_right, b_left + b_right)
+
+
+@triton.jit
+def _running_sums(b_v, b_before, b_first, o_slot, start, o_d):
+    """Running sums of a tile that begins at slot ``start``, each over the row's own document; b_before is what came
+    before the tile of the document that it begins in."""
+    m_first = (b_first == o_slot)[:, None] & (o_d >= 0)[None, :]
+    _, b_u = tl.associative_scan((m_first.to(tl.int32), b_v.to(tl.float32)), 0, _add_unless_first)
+    return b_u + tl.where((b_first < start)[:, None], b_before[None, :], 0.0)
+
+
+@triton.jit
+def _sums_from_rows(b_weighted, b_total, b_first, b_next, next_first, o_d):
+    """Sums from each row of a tile to the end of its document; b_next has the documents of the slots after the rows',
+    b_total the sum after the tile over the document that begins at ``next_first``."""
+    m_last = (b_first != b_next)[:, None] & (o_d >= 0)[None, :]
+    _, b_from = tl.associative_scan((m_last.to(tl.int32), b_weighted), 0, _add_unless_first, reverse=True)
+    return b_from + tl.where((b_first == next_first)[:, None], b_total[None, :], 0.0)
+
+
+@triton.jit
 def epilogue_kernel(
-    p_o, p_z, p_v, p_sums, p_before, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
+    p_o, p_z, p_v, p_first, p_sums, p_before, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
     stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_yb, stride_yh, stride_yt, stride_sb, stride_sh, stride_st,
     kv_heads, queries, tiles, older, n_older, segments, blocks, block_segments, constant_sink,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr, KEEP_OUT: tl.constexpr,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, RESTARTS: tl.constexpr,
+    GATE: tl.constexpr, KEEP_OUT: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     T: tl.constexpr, LENGTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +107,14 @@ def epilogue_kernel(
     heads = kv_heads * CHUNKS * CHUNK
     o_d = part * SLICE + tl.arange(0, SLICE)
     if SUMS == RUNNING or SUMS == WHOLE:
-        b_before = _sum_before(p_sums, bh, n_older + segment, segments, blocks, block_segments, o_d, SUMS, D, BLOCKS)
+        start = 0
+        if RESTARTS:
+            # The segment that its document begins in.
+            own = _first_slot(p_first, b, older + segment * LENGTH, older + queries)
+            start = (own - older + n_older * LENGTH) // LENGTH
+        b_before = _sum_before(
+            p_sums, bh, n_older + segment, start, segments, blocks, block_segments, o_d, SUMS, D, BLOCKS
+        )
     if SUMS == WHOLE:
         b_u = b_before[None, :]
         tl.store(p_before + bh * D + o_d, b_before, mask=(o_d < D) & (segment == 0))
@@ -80,6 +127,9 @@ def epilogue_kernel(
             p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
             b_v = tl.load(p_slot, mask=m_td & (older + o_td >= 0), other=0.0)
             tl.store(p_before + (bh * tiles + tile) * D + o_d, b_before)
+        if RESTARTS:
+            b_first = _first_slot(p_first, b, older + o_t, older + queries)
+            next_first = _first_slot(p_first, b, older + (tile + 1) * T, older + queries)
         if SUMS == TABLE:
             b_u = tl.load(p_before + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
         for chunk in range(CHUNKS):
@@ -103,7 +153,9 @@ def epilogue_kernel(
                 if GATE == ELEMENTWISE:
                     p_g = p_gate + b * stride_gb + h * stride_gh + o_td * stride_gt + o_d[None, :]
                     b_gates = b_gates + (tl.load(p_g, mask=m_td, other=0.0),)
-            if SUMS == RUNNING:
+            if RESTARTS:
+                b_u = _running_sums(b_v, b_before, b_first, older + o_t, older + tile * T, o_d)
+            elif SUMS == RUNNING:
                 b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
             for i in tl.static_range(CHUNK):
                 h = (kv_head * CHUNKS + chunk) * CHUNK + i
@@ -140,6 +192,9 @@ def epilogue_kernel(
                 tl.store(p_lse + (b * heads + h) * queries + o_t, b_lse, mask=m_t & (part == 0))
                 p_out_y = p_y + b * stride_yb + h * stride_yh + o_td * stride_yt + o_d[None, :]
                 tl.store(p_out_y, b_y.to(p_y.dtype.element_ty), mask=m_td)
+        if RESTARTS:
+            b_before = tl.where(next_first <= older + tile * T, b_before, 0.0)
+            b_v = tl.where((older + o_t >= next_first)[:, None], b_v, 0.0)
         if SUMS == RUNNING:
             b_before += tl.sum(b_v.to(tl.float32), 0)
 
@@ -149,6 +204,7 @@ def _sum_before(
     p_sums,
     bh,
     segment,
+    start,
     segments,
     blocks,
     block_segments,
@@ -157,11 +213,12 @@ def _sum_before(
     D: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sum of the values before a key segment, or of all of them: its own row, and totals of blocks. BLOCKS > blocks."""
+    """Sum of the values before a key segment, from the segment ``start`` on, or of all of them: its own row, and totals
+    of blocks. BLOCKS > blocks."""
     o_n = tl.arange(0, BLOCKS)
     if SUMS == RUNNING:
         o_row = tl.where(o_n == BLOCKS - 1, segment, segments + o_n)
-        m_row = (o_n < segment // block_segments) | (o_n == BLOCKS - 1)
+        m_row = ((o_n >= start // block_segments) & (o_n < segment // block_segments)) | (o_n == BLOCKS - 1)
     else:
         o_row = segments + o_n
         m_row = o_n < blocks
@@ -241,13 +298,13 @@ def _negate_rows(
 
 @triton.jit
 def epilogue_backward_kernel(
-    p_dy, p_o, p_lse, p_v, p_before, p_sink, p_alpha, p_beta, p_gate,
+    p_dy, p_o, p_lse, p_v, p_first, p_before, p_sink, p_alpha, p_beta, p_gate,
     p_dsink, p_dalpha, p_dbeta, p_dgate, p_do, p_weighted, p_totals,
     stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_ab, stride_ah, stride_at,
     stride_sb, stride_sh, stride_st, stride_part,
     kv_heads, queries, tiles, older, segments,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, RESTARTS: tl.constexpr, GATE: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -280,6 +337,9 @@ def epilogue_backward_kernel(
             p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
             b_v = tl.load(p_slot, mask=m_v, other=0.0)
             b_before = tl.load(p_before + (bh * tiles + tile) * D + o_d)
+        if RESTARTS:
+            b_first = _first_slot(p_first, b, older + o_t, older + queries)
+            next_first = _first_slot(p_first, b, older + (tile + 1) * T, older + queries)
         if SUMS == TABLE:
             b_u = tl.load(p_before + (bh * queries + o_td) * HEAD_DIM + o_d[None, :], mask=m_td, other=0.0)
         if SUMS != NO_SUMS:
@@ -311,7 +371,9 @@ def epilogue_backward_kernel(
                     b_gates = b_gates + (tl.load(p_g, mask=m_td, other=0.0),)
                 else:
                     b_gates = b_gates + (tl.full([T], 1.0, tl.float32),)
-            if SUMS == RUNNING:
+            if RESTARTS:
+                b_u = _running_sums(b_v, b_before, b_first, older + o_t, older + tile * T, o_d)
+            elif SUMS == RUNNING:
                 b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
             for i in tl.static_range(CHUNK):
                 h = (kv_head * CHUNKS + chunk) * CHUNK + i
@@ -349,6 +411,11 @@ def epilogue_backward_kernel(
             p_rows = p_weighted + (bh * queries + o_td) * HEAD_DIM + o_d[None, :]
         if SUMS == TABLE:
             tl.store(p_rows, b_weighted, mask=m_td)
+        elif RESTARTS:
+            b_next = _first_slot(p_first, b, older + o_t + 1, older + queries)
+            b_from = _sums_from_rows(b_weighted, b_total, b_first, b_next, next_first, o_d)
+            tl.store(p_rows, b_from.to(p_weighted.dtype.element_ty), mask=m_td)
+            b_total = tl.sum(tl.where((o_t == tile * T)[:, None], b_from, 0.0), 0)
         elif SUMS != NO_SUMS:
             b_more = tl.sum(b_weighted, 0)
             if SUMS == RUNNING:
@@ -363,7 +430,8 @@ def epilogue_backward_kernel(
 
 @triton.jit
 def _sum_from_each(
-    p_totals, p_sums, kv, part, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
+    p_totals, p_sums, p_first, kv, part, segments, b, keys, older, RESTARTS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """sums[kv, c] = the totals of a group of heads from segment c to the last, some columns."""
     o_r, o_d = tl.arange(0, ROWS), part * SLICE + tl.arange(0, SLICE)
@@ -375,17 +443,30 @@ def _sum_from_each(
         b_rows = tl.zeros([ROWS, SLICE], tl.float32)
         for g in range(GROUP):
             b_rows += tl.load(p_totals + (kv * GROUP + g) * segments * D + o_rd, mask=m_rd, other=0.0)
-        b_sums = tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :]
+        if RESTARTS:
+            # A segment's document may end before the next one, whose sum is of another then.
+            o_start = older + o_row * LENGTH
+            m_ends = (_first_slot(p_first, b, o_start + LENGTH, keys) > o_start) | (o_row >= segments - 1)
+            m_ends = m_ends[:, None] & (o_d >= 0)[None, :]
+            m_ended, b_sums = tl.associative_scan((m_ends.to(tl.int32), b_rows), 0, _add_unless_first, reverse=True)
+            b_sums += tl.where(m_ended != 0, 0.0, b_after[None, :])
+            b_after = tl.sum(tl.where((o_r == 0)[:, None], b_sums, 0.0), 0)
+        else:
+            b_sums = tl.cumsum(b_rows, 0, reverse=True) + b_after[None, :]
+            b_after += tl.sum(b_rows, 0)
         tl.store(p_sums + kv * segments * D + o_rd, b_sums, mask=m_rd)
-        b_after += tl.sum(b_rows, 0)
 
 
 @triton.jit
 def totals_from_kernel(
-    p_totals, p_sums, segments, GROUP: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr
+    p_totals, p_sums, p_first, segments, kv_heads, keys, older, RESTARTS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     kv, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    _sum_from_each(p_totals, p_sums, kv, part, segments, GROUP, D, SLICE, ROWS)
+    _sum_from_each(
+        p_totals, p_sums, p_first, kv, part, segments, kv // kv_heads, keys, older, RESTARTS, GROUP, D, SLICE, ROWS,
+        LENGTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -397,7 +478,7 @@ def zeros_and_totals_kernel(
     program = tl.program_id(0)
     if program < sums:
         kv, part = (program // (D // SLICE)).to(tl.int64), program % (D // SLICE)
-        _sum_from_each(p_totals, p_totals, kv, part, segments, 1, D, SLICE, ROWS)
+        _sum_from_each(p_totals, p_totals, None, kv, part, segments, 0, 0, 0, False, 1, D, SLICE, ROWS, 1)
     else:
         o = (program - sums).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(p_zeros + o, tl.zeros([BLOCK], tl.float32), mask=o < numbers)
@@ -405,10 +486,10 @@ def zeros_and_totals_kernel(
 
 @triton.jit
 def add_seen_by_kernel(
-    p_dv, p_weighted, p_from, p_dy, p_alpha, p_gate,
+    p_dv, p_weighted, p_from, p_first, p_dy, p_alpha, p_gate,
     stride_nb, stride_nh, stride_nt, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt,
     kv_heads, queries, older, segments,
-    HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, GROUP: tl.constexpr,
+    RESTARTS: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_GATE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """dv of a query's slot += the weighted sum of the queries from its own on: in its segment, and after that.
@@ -437,7 +518,13 @@ def add_seen_by_kernel(
         o_alpha, o_gate = o_h * queries + o_t[None, :], o_h * stride_gh + o_t[None, :].to(tl.int64) * stride_gt
         b_factor = _row_factor(p_alpha, p_gate, o_alpha, o_gate, m_ht, HAS_ALPHA, HAS_GATE)
         has_negative = tl.min(tl.min(b_factor, 1), 0) < 0
-    b_sum = b_dv.to(tl.float32) + (b_weighted.to(tl.float32) + b_after[None, :])
+    b_after = b_after[None, :]
+    if RESTARTS:
+        # What comes after the segment is of the document that the next one begins in.
+        b_first = _first_slot(p_first, b, older + o_t, older + queries)
+        next_first = _first_slot(p_first, b, older + after * LENGTH, older + queries)
+        b_after = tl.where((b_first == next_first)[:, None], b_after, 0.0)
+    b_sum = b_dv.to(tl.float32) + (b_weighted.to(tl.float32) + b_after)
     tl.store(p_slot, b_sum.to(p_dv.dtype.element_ty), mask=m_v)
     if HAS_ALPHA or HAS_GATE:
         if has_negative:

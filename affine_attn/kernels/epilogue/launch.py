@@ -57,14 +57,21 @@ class Begun(NamedTuple):
     """What the epilogue's forward prepares before the attention is launched."""
 
     value_sums: Tensor | None
+    first: Tensor | None  # where each slot's document begins, for sums that restart
     beside: AbstractContextManager  # what is launched inside it may run beside the attention
 
 
 def begin(call: Call) -> Begun:
     """Allocate what a second stream will fill, on the stream that owns it, and mark where that stream may start."""
-    if call.beta is None or call.mask.restrictions:
-        return Begun(None, nullcontext())
-    return Begun(new_value_sums(call), _fork(call, _FORWARD_LEAD))
+    tiling = tiling_of(call)
+    if tiling.sums not in (RUNNING, WHOLE):
+        return Begun(None, None, nullcontext())
+    return Begun(new_value_sums(call), _first_slots(call, tiling), _fork(call, _FORWARD_LEAD))
+
+
+def _first_slots(call: Call, tiling: Tiling) -> Tensor | None:
+    """Return where each slot's document begins, if sums restart there, from the stream on which tables are known."""
+    return call.mask.document_runs()[0] if tiling.restarts else None
 
 
 def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
@@ -73,7 +80,7 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
         return Output(o, None, z)
     if begun.value_sums is not None:
         with begun.beside:
-            sum_values(call, begun.value_sums)
+            sum_values(call, begun.value_sums, begun.first)
     tiling = tiling_of(call)
     in_place = call.alpha is None and call.beta is None and call.gate is None
     y = o if in_place else call.new_output()
@@ -86,8 +93,8 @@ def apply_epilogue(call: Call, o: Tensor, z: Tensor, begun: Begun) -> Output:
         steps(sink), constant, alpha is not None, in_place,
     )  # fmt: skip
     launch(
-        p_o=o, p_z=z, p_v=call.v, p_sums=begun.value_sums, p_before=before, p_sink=sink, p_alpha=alpha, p_beta=beta,
-        p_gate=gate, p_y=y, p_lse=lse,
+        p_o=o, p_z=z, p_v=call.v, p_first=begun.first, p_sums=begun.value_sums, p_before=before, p_sink=sink,
+        p_alpha=alpha, p_beta=beta, p_gate=gate, p_y=y, p_lse=lse,
     )  # fmt: skip
     return Output(y, None if in_place else o, lse, before)
 
@@ -135,6 +142,7 @@ class RowGradients:
         if self.is_plain:
             return
         self.tiling = tiling = tiling_of(call)
+        self.first = _first_slots(call, tiling)
         self.sink = sink = call.sink if isinstance(call.sink, Tensor) else None
         self.alpha, self.beta = contiguous_rows(call.alpha), contiguous_rows(call.beta)
         gate = call.gate if gate_kind(call.gate) == ELEMENTWISE else None
@@ -198,13 +206,14 @@ class RowGradients:
             call.alpha is not None,
         )  # fmt: skip
         launch(
-            p_dy=self.dy, p_o=self.out, p_lse=self.output.saved_lse, p_v=call.v, p_before=self.output.saved_sums,
-            p_sink=self.sink, p_alpha=self.alpha, p_beta=self.beta, p_gate=call.gate, p_dsink=dsink, p_dalpha=dalpha,
-            p_dbeta=dbeta, p_dgate=dgate if self.dgate is None else self.dgate, p_do=self.do, p_weighted=self.weighted,
-            p_totals=self.totals,
+            p_dy=self.dy, p_o=self.out, p_lse=self.output.saved_lse, p_v=call.v, p_first=self.first,
+            p_before=self.output.saved_sums, p_sink=self.sink, p_alpha=self.alpha, p_beta=self.beta, p_gate=call.gate,
+            p_dsink=dsink, p_dalpha=dalpha, p_dbeta=dbeta, p_dgate=dgate if self.dgate is None else self.dgate,
+            p_do=self.do, p_weighted=self.weighted, p_totals=self.totals,
         )  # fmt: skip
         if self.totals is not None:
-            sum_from_each(self.totals, self.totals)
+            launch = _sums_from_each(self.totals.shape, self.totals.shape, tiling if tiling.restarts else None)
+            launch(p_totals=self.totals, p_sums=self.totals, p_first=self.first)
 
     def _add_to_values(self, dv: Tensor) -> None:
         """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
@@ -222,8 +231,8 @@ class RowGradients:
             )  # fmt: skip
             try:
                 launch(
-                    p_dv=dv, p_weighted=self.weighted, p_from=self.totals, p_dy=self.dy, p_alpha=self.alpha,
-                    p_gate=gate,
+                    p_dv=dv, p_weighted=self.weighted, p_from=self.totals, p_first=self.first, p_dy=self.dy,
+                    p_alpha=self.alpha, p_gate=gate,
                 )  # fmt: skip
             except BaseException:
                 if is_negated:
@@ -233,6 +242,10 @@ class RowGradients:
             # Keys that every query sees get the whole sum.
             seen_by_all = slice(0, tiling.older if tiling.sums == RUNNING else call.tk)
             whole = self.totals[:, 0].view(tiling.batch, tiling.kv_heads, 1, -1)[..., : tiling.head_dim]
+            if self.first is not None:
+                # The sum is of the first query's document.
+                own = self.first[:, seen_by_all] == self.first[:, tiling.older, None]
+                whole = torch.where(own[:, None, :, None], whole, 0.0)
             dv[:, :, seen_by_all] += whole  # added in fp32, rounded once
 
     def _results(self) -> tuple[Tensor | None, ...]:
@@ -287,9 +300,10 @@ def _values(
     tokens = min(tiling.tile.segment, _DV_ELEMENTS // tiling.d)
     numbers: dict[str, Any] = {
         **strides(of_dv, "n"), **strides(of_dy, "d"), **strides(of_gate, "g"), "kv_heads": tiling.kv_heads,
-        "queries": tiling.queries, "older": tiling.older, "segments": tiling.query_segments, "HAS_ALPHA": has_alpha,
-        "HAS_GATE": has_gate, "GROUP": tiling.heads // tiling.kv_heads, "HEAD_DIM": tiling.head_dim, "D": tiling.d,
-        "T": tokens, "LENGTH": tiling.tile.segment, "num_warps": 4,
+        "queries": tiling.queries, "older": tiling.older, "segments": tiling.query_segments,
+        "RESTARTS": tiling.restarts, "HAS_ALPHA": has_alpha, "HAS_GATE": has_gate,
+        "GROUP": tiling.heads // tiling.kv_heads, "HEAD_DIM": tiling.head_dim, "D": tiling.d, "T": tokens,
+        "LENGTH": tiling.tile.segment, "num_warps": 4,
     }  # fmt: skip
     grid = (cdiv(tiling.queries, tokens), tiling.batch * tiling.kv_heads)
     return Prepared("epilogue.kernels.add_seen_by_kernel", grid, numbers)
@@ -298,15 +312,18 @@ def _values(
 def sum_from_each(totals: Tensor, sums: Tensor) -> None:
     """Fill sums [kv heads, segments, columns] from the totals [heads, segments, columns]: over all heads of a group,
     from each segment to the last. Where there are as many heads, it may be the same tensor."""
-    _sums_from_each(totals.shape, sums.shape)(p_totals=totals, p_sums=sums)
+    _sums_from_each(totals.shape, sums.shape, None)(p_totals=totals, p_sums=sums, p_first=None)
 
 
 @prepared
-def _sums_from_each(of_totals: tuple[int, ...], of_sums: tuple[int, ...]) -> Prepared:
+def _sums_from_each(of_totals: tuple[int, ...], of_sums: tuple[int, ...], restarting: Tiling | None) -> Prepared:
+    """``restarting``: the tiling of sums that begin anew with each document."""
     kv_heads, segments, d = of_sums
-    columns = min(VALUE_COLUMNS, d)
+    columns, t = min(VALUE_COLUMNS, d), restarting
     numbers: dict[str, Any] = {
-        "segments": segments, "GROUP": of_totals[0] // kv_heads, "D": d, "SLICE": columns, "ROWS": 128, "num_warps": 4,
+        "segments": segments, "kv_heads": 1 if t is None else t.kv_heads, "keys": 0 if t is None else t.keys,
+        "older": 0 if t is None else t.older, "RESTARTS": t is not None, "GROUP": of_totals[0] // kv_heads, "D": d,
+        "SLICE": columns, "ROWS": 128, "LENGTH": 1 if t is None else t.tile.segment, "num_warps": 4,
     }  # fmt: skip
     return Prepared("epilogue.kernels.totals_from_kernel", (d // columns, kv_heads), numbers)
 
@@ -426,9 +443,9 @@ def new_value_sums(call: Call) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
-def sum_values(call: Call, sums: Tensor) -> None:
+def sum_values(call: Call, sums: Tensor, first: Tensor | None = None) -> None:
     """Fill ``sums``, of :func:`new_value_sums`, which the forward reads and nobody keeps."""
-    _value_sums(tiling_of(call), call.v.stride())(p_v=call.v, p_sums=sums)
+    _value_sums(tiling_of(call), call.v.stride())(p_v=call.v, p_first=first, p_sums=sums)
 
 
 @prepared
@@ -437,7 +454,8 @@ def _value_sums(tiling: Tiling, of_v: tuple[int, ...]) -> Prepared:
     numbers: dict[str, Any] = {
         **strides(of_v, "v"), "kv_heads": tiling.kv_heads, "keys": tiling.keys, "first": tiling.first,
         "segments": tiling.key_segments, "blocks": tiling.blocks, "block_segments": tiling.block_segments,
-        "HEAD_DIM": tiling.head_dim, "D": tiling.d, "SLICE": columns, "LENGTH": tiling.tile.segment, "num_warps": 1,
+        "RESTARTS": tiling.restarts, "HEAD_DIM": tiling.head_dim, "D": tiling.d, "SLICE": columns,
+        "LENGTH": tiling.tile.segment, "num_warps": 1,
     }  # fmt: skip
     grid = (tiling.blocks * (tiling.d // columns), tiling.batch * tiling.kv_heads)
     return Prepared("epilogue.kernels.value_sums_kernel", grid, numbers)

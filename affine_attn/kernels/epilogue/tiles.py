@@ -53,6 +53,7 @@ class Tiling(NamedTuple):
     head_dim: int  # of the values
     tile: Tile
     sums: int
+    restarts: bool  # running sums begin anew with each document
     d: int  # head_dim rounded up to a power of two
     tiles: int
     query_segments: int
@@ -83,23 +84,30 @@ class Tiling(NamedTuple):
         group = self.heads // self.walkers
         chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
-            "SUMS": self.sums, "CHUNKS": group // chunk, "CHUNK": chunk, "HEAD_DIM": self.head_dim,
-            "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
+            "SUMS": self.sums, "RESTARTS": self.restarts, "CHUNKS": group // chunk, "CHUNK": chunk,
+            "HEAD_DIM": self.head_dim, "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
             "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
 def tiling_of(call: Call) -> Tiling:
-    mask, sums = call.mask, NO_SUMS
+    mask, sums, restarts = call.mask, NO_SUMS, False
     if call.beta is not None:
-        sums = TABLE if mask.restrictions else RUNNING if mask.causal else WHOLE
+        restarts = sums_restart(call)
+        sums = TABLE if mask.restrictions and not restarts else RUNNING if mask.causal else WHOLE
     # Sizes that a compiler keeps open have no hash.
     make = _tiling if type(call.q) is Tensor else _tiling.__wrapped__
-    return make(call.q.shape[:3], call.v.shape, mask.causal, sums)
+    return make(call.q.shape[:3], call.v.shape, mask.causal, sums, restarts)
+
+
+def sums_restart(call: Call) -> bool:
+    """Return True if the sums of visible values are running sums along documents that lie side by side."""
+    mask = call.mask
+    return mask.contiguous and mask.causal and mask.restrictions == ("documents",) and call.tq <= call.tk
 
 
 @functools.lru_cache(1024)
-def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: int) -> Tiling:
+def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: int, restarts: bool) -> Tiling:
     batch, heads, queries = rows
     _, kv_heads, keys, head_dim = of_v
     d = padded(head_dim)
@@ -111,6 +119,6 @@ def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: in
     older, covered = (keys - queries, queries) if causal else (0, keys)
     n_older = max(0, cdiv(older, tile.segment))
     return Tiling(
-        batch, heads, kv_heads, queries, keys, head_dim, tile, sums, d, cdiv(queries, tile.tokens),
+        batch, heads, kv_heads, queries, keys, head_dim, tile, sums, restarts, d, cdiv(queries, tile.tokens),
         cdiv(queries, tile.segment), n_older + cdiv(covered, tile.segment), older, n_older,
     )  # fmt: skip
