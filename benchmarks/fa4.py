@@ -119,6 +119,7 @@ def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, 
     timed: dict[str, Callable[[], object]] = {}
     inputs, mask = inputs_of(shape, device), mask_of(shape, window, mean, device)
     dy = _by_token(torch.randn_like(inputs["q"]))
+    torch.cuda.empty_cache()  # the others have inputs too
     small = Shape(2, 2 * shape.heads // shape.kv_heads, 2, CHECKED_TOKENS, CHECKED_TOKENS, shape.head_dim)
     small_mask = mask_of(small, window and CHECKED_WINDOW, mean and CHECKED_DOCUMENTS, device)
 
@@ -150,6 +151,7 @@ def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, 
     for variant, stages in STAGES.items():
         add(f"{variant}, fa4", "fa4", partial(ours, stages, "fa4"))
         add(f"{variant}, auto", _auto(_chosen(inputs, stages), mask), partial(ours, stages, "auto"))
+    torch.cuda.empty_cache()
     return rows, timed
 
 
