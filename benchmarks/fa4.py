@@ -3,7 +3,7 @@
 Needs the package flash-attn-4 and a GPU that it runs on. Each shape has a process, in which everything is compiled and
 checked against the tolerance rule, at once with the others; then they time one after the other, forward + backward,
 GPU time, with q, k, v and gate laid out as models make them, [B, T, H, D] in memory. Ratios are to plain attention of
-FlashAttention-4 under the same mask. Rows go to benchmarks/results/fa4.csv as they are found.
+FlashAttention-4 under the same mask. Rows go to benchmarks/results/fa4/<device>.csv as they are found.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
 from affine_attn.engines.needs import facts_of, sizes_of
-from affine_attn.engines.plan import engine, kernels
+from affine_attn.engines.plan import ENGINES, kernels
 from benchmarks import record
 from benchmarks.record import RESULTS, Row
 
@@ -61,16 +61,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that compiling may take")
-    parser.add_argument("--output", type=Path, default=RESULTS / "fa4.csv")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
-    machine = record.provenance(torch.device("cuda"))
+    device = torch.device("cuda")
+    machine, output = record.provenance(device), options.output or RESULTS / "fa4" / record.results_path(device).name
     context = multiprocessing.get_context("spawn")
     turn = context.Lock()
     ready = {name: context.Event() for name in options.shapes}
     go = context.Event()
     workers = [
-        context.Process(target=work, args=(name, options.rounds, options.output, machine, ready[name], go, turn))
+        context.Process(target=work, args=(name, options.rounds, output, machine, ready[name], go, turn))
         for name in options.shapes
     ]
     for worker in workers:
@@ -150,7 +151,8 @@ def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, 
     add(f"{PLAIN}, sink", "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy, inputs["sink"]))
     for variant, stages in STAGES.items():
         add(f"{variant}, fa4", "fa4", partial(ours, stages, "fa4"))
-        add(f"{variant}, auto", _auto(_chosen(inputs, stages), mask), partial(ours, stages, "auto"))
+        other, plan = _without(_chosen(inputs, stages), mask)
+        add(f"{variant}, without", plan, partial(ours, stages, other))
     torch.cuda.empty_cache()
     return rows, timed
 
@@ -204,12 +206,14 @@ def _both(forward: Callable[[], Tensor], tensors: list[Tensor], dy: Tensor) -> o
     return torch.autograd.grad(forward(), tensors, dy)
 
 
-def _auto(inputs: dict[str, Any], mask: Mask) -> str:
-    """The engine and kernels that "auto" takes in training."""
+def _without(inputs: dict[str, Any], mask: Mask) -> tuple[str, str]:
+    """Return the engine that "auto" takes in training where flash-attn-4 is not installed, and its kernels."""
     call = checked_call(**inputs, mask=mask)
     f = facts_of(call)._replace(has_grad=True)
-    plan = kernels(name := engine(f), f, sizes_of(call, f))
-    return f"{name}: {plan.forward}, {plan.backward}"
+    others = {name: entry for name, entry in ENGINES.items() if name != "fa4"}
+    name = next(name for name, entry in others.items() if entry.only_by_name(f) is None and entry.why_not(f) is None)
+    plan = kernels(name, f, sizes_of(call, f))
+    return name, f"{name}: {plan.forward}, {plan.backward}"
 
 
 def _chosen(inputs: dict[str, Any], stages: tuple[str, ...]) -> dict[str, Any]:

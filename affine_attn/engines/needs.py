@@ -95,6 +95,15 @@ def process() -> Process:
     return Process(current_flash_attention_impl(), must_be_deterministic())
 
 
+# Where a number of queries lies: below and beyond those for which the sm90 backward has been timed, or within.
+SHORT, BELOW, WITHIN, BEYOND = "short", "below", "within", "beyond"
+# The fewest queries that FlashAttention-4 has been timed with, in training.
+FA4_QUERIES = 512
+# By head_dim, where it took less time than all else under a plain causal mask. Under windows and documents it did
+# throughout. benchmarks/results/fa4 has the times, which a test holds this against.
+_FA4_FASTER = {64: (BELOW,), 96: (BELOW, WITHIN, BEYOND), 128: (BEYOND,), 256: (BELOW, WITHIN, BEYOND)}
+
+
 class Questions:
     """Comparisons of sizes, each made when it is asked: to a compiler it is a guard, to an export a constraint."""
 
@@ -124,6 +133,13 @@ class Questions:
         return 0 < self.queries <= MAX_QUERIES
 
     @property
+    def length(self) -> str:
+        """How many queries: SHORT, BELOW, WITHIN or BEYOND."""
+        if self.queries < SM90_LENGTHS[0]:
+            return SHORT if self.queries < FA4_QUERIES else BELOW
+        return WITHIN if self.queries <= SM90_LENGTHS[-1] else BEYOND
+
+    @property
     def is_crowded(self) -> bool:
         """More heads of all sequences together than a grid has places."""
         # Said of the batch alone: torch.export can name no limit of a product.
@@ -142,6 +158,7 @@ class Answers(NamedTuple):
     is_overlong: bool
     is_single: bool
     is_short: bool
+    length: str
     is_crowded: bool
     is_broad: bool
 
@@ -345,8 +362,27 @@ def fa4(f: Facts) -> str | None:
 
 
 def fa4_unasked(f: Facts) -> str | None:
-    """Why "auto" leaves FlashAttention-4 alone although it may be able to run the call, or None."""
-    return "since no measurement says where it is faster"
+    """Why "auto" leaves FlashAttention-4 alone although it may be able to run the call, or None.
+
+    It is taken where it has been timed, and was the faster one.
+    """
+    if f.machine.capability != _HOPPER:
+        return "since it has been timed on compute capability 9.0 alone"
+    if not f.has_grad:
+        return "since its forward has not been timed by itself"
+    if f.is_deterministic:
+        return "since its deterministic backward has not been timed"
+    if not f.causal:
+        return "since it has been timed under causal masks alone"
+    if f.head_dim not in _FA4_FASTER:
+        return f"since it has not been timed with a head_dim of {f.head_dim}"
+    if f.documents == CONTIGUOUS:
+        return "since it would wait for the device to count the documents, which Mask.packed knows"
+    if f.sizes.length == SHORT:
+        return f"since it has not been timed with fewer than {FA4_QUERIES} queries"
+    if not f.restrictions and f.sizes.length not in _FA4_FASTER[f.head_dim]:
+        return "since others took less time"
+    return None
 
 
 def flash_attn_4_package() -> str | None:

@@ -3,6 +3,8 @@
 Tests with the mark ``gpu`` ask the real package, where it is installed.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +14,8 @@ from affine_attn.bench.accuracy import Shape, deviations, random_inputs, value_a
 from affine_attn.core.call import checked_call
 from affine_attn.engines import needs, plan
 from affine_attn.engines.plan import why_not
+from benchmarks import fa4 as fa4_times
+from benchmarks import record
 from tests.support import flash_attn_4 as package
 from tests.support.cases import CASES, MASKS, SPECS, Case
 from tests.support.flash_attn_4 import flash_attn_4
@@ -73,9 +77,7 @@ def test_any_memory_layout_and_the_gradient_of_a_sum(flash_attn_4, name):
     for strided in (inputs, by_token):
         assert not [d for d in deviations("fa4", strided) if not d.within]
         leaves = {x: t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for x, t in strided.items()}
-        y = attention(**leaves, impl="fa4")
-        assert y.stride() == leaves["q"].stride()
-        y.sum().backward()
+        attention(**leaves, impl="fa4").sum().backward()
         assert leaves["q"].grad.stride() == leaves["q"].stride()
 
 
@@ -132,7 +134,63 @@ def test_explain_says_that_a_first_call_compiles(flash_attn_4):
     assert "first call: of each configuration compiles for 2 to 10 seconds" in said
     assert "forward: fa4_sink, FlashAttention-4, with the sink in it" in said
     assert "epilogue: in the forward itself" in said
-    assert "fa4: only by name, since no measurement says where it is faster" in explain(q, q, q).splitlines()
+    assert "fa4: only by name, since its forward has not been timed by itself" in explain(q, q, q).splitlines()
+
+
+def _timed() -> dict[tuple[str, str], dict[str, float]]:
+    """By shape and variant the times over plain FlashAttention-4, with this engine and without."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in record.read(record.RESULTS / "fa4" / "nvidia-h200.csv"):
+        variant, _, what = row["what"].partition(", ")
+        if variant in fa4_times.STAGES:
+            found.setdefault((row["shape"], variant), {})[what] = float(row["ratio"])
+    return found
+
+
+def test_auto_takes_it_where_it_was_timed_and_faster(flash_attn_4):
+    taken = set()
+    for (name, variant), ratios in _timed().items():
+        shape, window, mean = fa4_times.SHAPES[name]
+        one = replace(shape, batch=1, heads=shape.heads // shape.kv_heads, kv_heads=1)
+        mask = fa4_times.mask_of(one, window, mean, torch.device("cpu"))
+        q = torch.empty(1, one.heads, one.tq, one.head_dim, dtype=torch.bfloat16)
+        stages = {"sink": torch.zeros(one.heads), "alpha": q[..., 0], "beta": q[..., 0], "gate": q}
+        call = checked_call(q, q[:, :1], q[:, :1], mask, **{x: stages[x] for x in fa4_times.STAGES[variant]})
+        f = needs.facts_of(call)._replace(has_grad=True, is_deterministic=False)
+        f = f._replace(machine=f.machine._replace(triton=None))
+        if plan.choose(f) == "fa4":
+            taken.add(name)
+            assert ratios["fa4"] < ratios["without"], (name, variant)
+    assert taken == set(fa4_times.SHAPES) & {name for name, _ in _timed()} - {"0.5B", "1024", "8k"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"has_grad": False}, "since its forward has not been timed by itself"),
+        ({"is_deterministic": True}, "since its deterministic backward has not been timed"),
+        ({"causal": False}, "since it has been timed under causal masks alone"),
+        ({"head_dim": 80}, "since it has not been timed with a head_dim of 80"),
+        ({"documents": needs.CONTIGUOUS}, "since it would wait for the device to count the documents"),
+        ({"length": needs.SHORT}, "since it has not been timed with fewer than 512 queries"),
+        ({"length": needs.WITHIN, "restrictions": ()}, "since others took less time"),
+        ({"capability": (10, 0)}, "since it has been timed on compute capability 9.0 alone"),
+        ({"capability": None}, "since it has been timed on compute capability 9.0 alone"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_auto_leaves_it_alone_where_it_was_not(flash_attn_4, changes, reason):
+    q = torch.empty(1, 2, 600, 64, dtype=torch.bfloat16)
+    f = needs.facts_of(checked_call(q, q, q, Mask(window=64)))._replace(has_grad=True, is_deterministic=False)
+    assert plan.choose(f) == "fa4"
+    changes = dict(changes)
+    if "length" in changes:
+        f = f._replace(sizes=f.sizes._replace(length=changes.pop("length")))
+    if "capability" in changes:
+        f = f._replace(machine=f.machine._replace(capability=changes.pop("capability")))
+    f = f._replace(**changes)
+    assert str(needs.fa4_unasked(f)).startswith(reason)
+    assert plan.choose(f) != "fa4"
 
 
 def _why(**changes) -> str | None:

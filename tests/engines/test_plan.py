@@ -8,6 +8,7 @@ import functools
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +48,9 @@ OPTIONS: dict[str, tuple[int, dict]] = {
 }
 
 
+WITH_FA4 = "sm90 with flash-attn-4"
+
+
 @functools.cache
 def _call(name: str, mask: str, queries: int, dtype: torch.dtype) -> Call | None:
     shape = Shape(1, 4, 2, queries, max(queries, 2048), 64)
@@ -69,7 +73,7 @@ def _call(name: str, mask: str, queries: int, dtype: torch.dtype) -> Call | None
 def _decision(call: Call, machine: str, has_grad: bool, is_deterministic: bool) -> str:
     f = needs.facts_of(call, MACHINES[machine])
     f = f._replace(has_grad=has_grad, is_deterministic=is_deterministic, flash=None)
-    name = plan.engine(f)
+    name = plan.choose(f)
     found = plan.kernels(name, f, needs.sizes_of(call, f))
     return f"{name}: " + ", ".join(f"{what} {value}" for what, value in zip(found._fields, found, strict=True) if value)
 
@@ -77,8 +81,10 @@ def _decision(call: Call, machine: str, has_grad: bool, is_deterministic: bool) 
 def decisions() -> str:
     """Return for each machine, setting and mask the plans, and the specs that have them."""
     lines = []
-    for machine, (setting, (queries, grad, deterministic)) in itertools.product(MACHINES, SETTINGS.items()):
-        lines.append(f"## {machine}, {setting}\n")
+    for name, (setting, (queries, grad, deterministic)) in itertools.product((*MACHINES, WITH_FA4), SETTINGS.items()):
+        lines.append(f"## {name}, {setting}\n")
+        machine, *package = name.split(" with ")
+        installed = None if package else "flash-attn-4 is not installed"
         masks: dict[str, list[str]] = {}
         for mask in MASKS:
             found: dict[str, list[str]] = {}
@@ -86,7 +92,9 @@ def decisions() -> str:
             for name in SPECS:
                 call = _call(name, mask, queries, dtype)
                 if call is not None:
-                    found.setdefault(_decision(call, machine, grad, deterministic), []).append(name)
+                    with mock.patch.object(needs, "flash_attn_4_package", lambda installed=installed: installed):
+                        decision = _decision(call, machine, grad, deterministic)
+                    found.setdefault(decision, []).append(name)
             plans = "".join(f"    {decision}\n        {' '.join(names)}\n" for decision, names in found.items())
             masks.setdefault(plans, []).append(mask)
         lines += [f"{' '.join(names)}\n{plans}" for plans, names in masks.items()]

@@ -85,8 +85,8 @@ class Tiling(NamedTuple):
         chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
             "SUMS": self.sums, "RESTARTS": self.restarts, "CHUNKS": group // chunk, "CHUNK": chunk,
-            "HEAD_DIM": self.head_dim, "D": self.d, "SLICE": columns, "T": self.tile.tokens, "LENGTH": self.tile.segment,
-            "num_warps": self.tile.warps,
+            "HEAD_DIM": self.head_dim, "D": self.d, "SLICE": columns, "T": self.tile.tokens,
+            "LENGTH": self.tile.segment, "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
