@@ -185,3 +185,33 @@ def test_count_and_first_make_no_table_of_pairs():
     mask = Mask(documents=documents, padding=torch.ones(1, tokens, dtype=torch.bool))
     assert mask.count(tokens, tokens, CPU)[0, 0, [0, 999, 1000, 12345]].tolist() == [1, 1000, 1, 346]
     assert mask.first(tokens, tokens, CPU)[0, 0, [0, 999, 1000, 12345]].tolist() == [0, 0, 1000, 12000]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_where_contiguous_documents_begin_and_end(counted):
+    """Runs of equal ids in each row, among the tokens of all rows; queries are the last of each."""
+    documents = torch.tensor([[4, 4, 4, 1, 1, 1, 1, 7], [0, 0, 0, 0, 0, 2, 2, 2]])
+    mask = Mask(documents=documents, contiguous=True, most_documents=6 if counted else None)
+    rest = [16] if counted else []
+    queries, keys = mask.cu_seqlens(8, 8)
+    assert keys.dtype == queries.dtype == torch.int32
+    assert queries.tolist() == keys.tolist() == [0, 3, 7, 8, 13, 16, *rest]
+    # The last four of each row: the first document has none of them.
+    queries, keys = mask.cu_seqlens(4, 8)
+    assert keys.tolist() == [0, 3, 7, 8, 13, 16, *rest]
+    assert queries.tolist() == [0, 0, 3, 4, 5, 8, *([8] if counted else [])]
+
+
+def test_a_packed_mask_knows_how_many_documents_there_are():
+    """Those given, and one for the tokens behind them."""
+    for mask in (Mask.packed([3, 5]), Mask.packed(cu_seqlens=torch.tensor([0, 3, 8]), tokens=10)):
+        assert mask.most_documents == 3
+    assert Mask.packed([3, 5]).cu_seqlens(8, 8)[1].tolist() == [0, 3, 8, 8]
+
+
+def test_a_number_of_documents_is_promised_of_contiguous_ones():
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="most_documents must be an integer >= 1, got 0"):
+        Mask(documents=ids, contiguous=True, most_documents=0)
+    with pytest.raises(ValueError, match="most_documents counts contiguous documents"):
+        Mask(documents=ids, most_documents=2)
