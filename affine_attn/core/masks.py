@@ -348,7 +348,8 @@ class Mask:
     def derived(self, what: str, sizes: tuple[int, ...], make: Callable[[], _Table]) -> _Table:
         """Return what ``make`` gives, made once for all masks of the same tensors and numbers."""
         tensors = self.tensors
-        key = (what, *tensors, self.causal, self.window, self.window_after, self.contiguous, *sizes)
+        promises = self.contiguous, self.most_documents
+        key = (what, *tensors, self.causal, self.window, self.window_after, *promises, *sizes)
         return once_for(tuple(tensors.values()), key, make)
 
     @property

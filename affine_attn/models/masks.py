@@ -62,7 +62,7 @@ class PreparedMask:
         # What is traced has no memory: it would be compiled again for a layer that finds another's mask.
         known = {} if torch.compiler.is_compiling() else self.by_window
         if window not in known:
-            known[window] = Mask(m.causal, window, m.documents, m.padding, m.lengths, m.contiguous, m.most_documents)
+            known[window] = replace(m, window=window)
         return known[window]
 
     def __getattr__(self, name: str) -> Any:

@@ -200,6 +200,8 @@ def test_where_contiguous_documents_begin_and_end(counted):
     queries, keys = mask.cu_seqlens(4, 8)
     assert keys.tolist() == [0, 3, 7, 8, 13, 16, *rest]
     assert queries.tolist() == [0, 0, 3, 4, 5, 8, *([8] if counted else [])]
+    # A mask of the same ids with another promise has a table of its own.
+    assert len(Mask(documents=documents, contiguous=True, most_documents=9).cu_seqlens(8, 8)[1]) == 10
 
 
 def test_a_packed_mask_knows_how_many_documents_there_are():

@@ -162,7 +162,10 @@ def test_a_prepared_mask_has_one_mask_per_window():
     prepared = PreparedMask(Mask(documents=IDS))
     assert prepared.windowed(None) is prepared.mask
     assert prepared.windowed(4) is prepared.windowed(4)
-    assert prepared.windowed(4).window == 4
+    given = {"documents": IDS, "contiguous": True, "most_documents": 3, "allowed": torch.ones(1, IDS.shape[1]) > 0}
+    windowed = PreparedMask(Mask(**given)).windowed(4)
+    assert windowed.window == 4
+    assert all(getattr(windowed, name) is value for name, value in given.items())
     moved = prepared.to(torch.device("meta"))
     assert moved.windowed(4).documents.is_meta
 
