@@ -1,8 +1,7 @@
 """Engine ``sdpa``: PyTorch's own fused attention, plus the row-wise epilogue, as one differentiable operator.
 
-Which aten operator runs depends on the machine: cuDNN or flash on CUDA, flash-for-CPU on the CPU, where it does masks
-and distance biases piece by piece. On Hopper the sm90
-kernels do some forwards and backwards whole (kernels/sm90).
+Which aten operator runs depends on the machine: cuDNN or flash on CUDA; on the CPU flash-for-CPU, which does masks and
+distance biases piece by piece. On Hopper the sm90 kernels do some forwards and backwards whole (kernels/sm90).
 """
 
 from dataclasses import replace
