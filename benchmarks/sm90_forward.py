@@ -45,9 +45,9 @@ def with_epilogue(call: Call) -> Output:
 def wrong(call: Call) -> str | None:
     """What differs by more than 16 bits explain, or None."""
     for name, found, right in zip(Output._fields, sm90_forward.forward(call), with_epilogue(call), strict=True):
-        if found is None or right is None:
+        if not (isinstance(found, Tensor) and isinstance(right, Tensor)):
             if found is not right:
-                return f"one of the two has no {name}"
+                return f"{name} is {found} for one of the two, {right} for the other"
             continue
         # An alpha of exactly 0 makes its log-sum-exp infinite.
         if found.shape != right.shape or not torch.equal(found.isfinite(), right.isfinite()):

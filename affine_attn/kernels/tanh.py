@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(b_x):
-    """Within three units in the last place, and less where it nears 1: the slope there is 1 - tanh^2."""
+    """Return tanh to three units in the last place, and better where it nears 1: the slope there is 1 - tanh^2."""
     b_size = tl.abs(b_x)
     b_exp = tl.exp2(b_size * -2.8853900817779268)  # exp(-2 |x|)
     b_root = tl.rsqrt(b_exp + 1.0)  # its square divides: without the checks of a division

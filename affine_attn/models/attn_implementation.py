@@ -103,7 +103,7 @@ def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
 def _probe(
     sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device
 ) -> tuple[bool, Tensor | None]:
-    """Whether an opaque mask function lets tokens see later ones, and its documents.
+    """Return whether an opaque mask function lets tokens see later ones, and its documents.
 
     A new one starts where a key cannot see its left neighbour.
     """

@@ -46,6 +46,7 @@ VARIANTS["own"] = Variant(spec, "tanh(w_g·x) (α p + β) v", "own")
 def own(family, tmp_path, monkeypatch):
     """The user's file, and what it defines taken back afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
     (tmp_path / "my_variants.py").write_text(OWN)
     yield "my_variants.py"

@@ -63,7 +63,7 @@ def test_views_and_sinks_of_tokens(simulate):  # noqa: F811
 
 
 def _same(a: Output, b: Output) -> bool:
-    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @interpreted

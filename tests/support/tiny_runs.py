@@ -75,7 +75,8 @@ def averages(model: torch.nn.Module) -> torch.Tensor:
 
 def a_group(recipe, *names: str, name: str = "a-test", rate: float = 1e-2, table: str = "a") -> grid.Group:
     students = tuple(
-        grid.Student(variant=entry, attention=replace(recipe, attention=entry).spec, learning_rate=rate)
+        grid.Student(variant=entry, attention=spec, learning_rate=rate)
         for entry in names
+        for spec in replace(recipe, attention=entry).specs
     )
     return grid.Group(name=name, table=table, recipe=recipe, students=students, lengths=(LENGTH,))

@@ -111,7 +111,7 @@ def _backward_query_tiles(
                 Tk, window, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, True,
             )  # fmt: skip
             b_p = tl.where(m_visible, b_p, 0.0)
-        # Now rather than after the next MMAs: frees the registers of the factor and of the products.
+        # Now rather than after the next MMAs: frees the registers of the factor and of the scores.
         b_ds = _times_slope(b_p, b_kq, b_factor, cap_factor, LOGIT)
         b_grad = _load_rows(p_grad, stride_gn, Tq - m0, BLOCK_M, DV, BLOCK_DV, MASKED)
         b_dv = tl.dot(b_p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
@@ -244,7 +244,7 @@ def _backward_key_tiles(
             b_qk, o_slot, n0, o_n, b_basis, b_doc_slot, p_document, p_padding, p_far, qk_factor, slope2, inv_tau,
             Tk, window, LOGIT, HAS_WINDOW, HAS_DOCUMENTS, HAS_PADDING, FAST_LOG, FAR_SLOTS, MASKED, FAR, True, BLOCK_N,
         )  # fmt: skip
-        # Now rather than after the next MMA: frees the registers of the factor and of the products.
+        # Now rather than after the next MMA: frees the registers of the factor and of the scores.
         b_ds = _times_slope(tl.exp2(b_score2 - b_lse2[:, None]), b_qk, b_factor, cap_factor, LOGIT)
         b_v = _load_rows(p_v, stride_vn, Tk - n0, BLOCK_N, DV, BLOCK_DV, MASKED)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")  # [M,N]
