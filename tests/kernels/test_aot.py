@@ -42,6 +42,8 @@ TILED = {"flash_forward_kernel", "flash_dkdv_kernel", "flash_dq_kernel", "flash_
 # the loops. Elsewhere a kernel must compile and fit; how fast it is has not been measured.
 SPILLS = 96
 STACK_LIMIT = {
+    # Timed on an H200 with these spills, which Triton 3.7 does not have (docs/log/flash-attention-4.md).
+    **{("epilogue_backward_kernel, restarting", head_dim): 112 for head_dim in (64, 128, 256)},
     ("flash_dkdv_kernel", 128): 256, ("flash_dkdv_kernel", 256): 256, ("decode_split_kernel", 64): 256,
 }  # fmt: skip
 
@@ -124,7 +126,8 @@ def _check(build: Build, target: Target, folder: Path) -> Any:
     shared, limit = compiled.metadata.shared, SHARED_LIMIT[target.capability]
     assert shared <= limit, f"{build.name} has {shared} bytes of shared memory"
     if target.capability == 90 and target.dtype != torch.float32:
-        stack, limit = _stack(compiled, folder), STACK_LIMIT.get((build.name, target.head_dim), SPILLS)
+        name = build.name + (", restarting" if build.constants.get("RESTARTS") else "")
+        stack, limit = _stack(compiled, folder), STACK_LIMIT.get((name, target.head_dim), SPILLS)
         assert stack <= limit, f"{build.name} has {stack} bytes of stack"
     return compiled
 
