@@ -87,6 +87,24 @@ def test_a_batch_of_any_size_is_exported_up_to_what_a_grid_holds(monkeypatch):
         torch.export.export(Attention(), (q, q[..., 0]), dynamic_shapes=(sizes, sizes))
 
 
+@pytest.mark.parametrize("logit", [None, SoftCap(5.0)])
+def test_biases_masks_of_pairs_and_narrow_values_are_exported_for_any_length(logit):
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
+            return attention(q, k, v, Mask(allowed=allowed), logit=logit, sink=0.5, bias=bias)
+
+    def arguments(tokens: int) -> tuple[Tensor, ...]:
+        q, k, v = (torch.randn(2, heads, tokens, width) for heads, width in ((4, 8), (2, 8), (2, 4)))
+        return q, k, v, torch.randn(4, tokens, tokens), torch.arange(tokens) % 4 != 2
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    sizes = (*({2: tokens},) * 3, {1: tokens, 2: tokens}, {0: tokens})
+    program = torch.export.export(Attention(), arguments(9), dynamic_shapes=sizes).module()
+    for other in (5, 9, 23):
+        given = arguments(other)
+        torch.testing.assert_close(program(*given), Attention()(*given))
+
+
 @torch.no_grad()
 def test_flex_is_one_graph_for_all_masks_of_a_kind():
     """Packed batches have a new mask each, made outside of the compiled step or in it."""
