@@ -10,7 +10,6 @@ import argparse
 import multiprocessing
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -84,6 +83,8 @@ def main() -> None:
     for worker in workers:
         worker.join()
     print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
+    if failed := [name for name, worker in zip(options.shapes, workers, strict=True) if worker.exitcode]:
+        raise SystemExit(f"not all of these ran: {', '.join(failed)}")
 
 
 def work(name: str, rounds: int, output: Path, machine: Row, ready: Any, go: Any, turn: Any) -> None:
@@ -91,26 +92,22 @@ def work(name: str, rounds: int, output: Path, machine: Row, ready: Any, go: Any
     torch.set_num_threads(1)
     try:
         rows, timed = prepare(name, device)
-    except Exception:
-        traceback.print_exc()
-        return
     finally:
         ready.set()
     go.wait()
     with turn:
-        if timed:
-            try:
-                for what, timing in side_by_side(timed, PLAIN, device, rounds, ROUND_MS).items():
-                    rows[what] |= record.times(timing) | {"ratio": f"{timing.ratio:.4f}", "baseline": PLAIN}
-            except Exception:
-                traceback.print_exc()
-        record.update(output, [row | machine for row in rows.values()])
-        for row in rows.values():
-            print(
-                f"{name:15} {row['what']:28} {row['engine']:40} {row.get('ms_p50', ''):>9} {row.get('ratio', ''):>7}"
-                f" {row.get('error', '')} {row.get('note', '')}",
-                flush=True,
-            )
+        try:
+            for what, timing in side_by_side(timed, PLAIN, device, rounds, ROUND_MS).items() if timed else ():
+                rows[what] |= record.times(timing) | {"ratio": f"{timing.ratio:.4f}", "baseline": PLAIN}
+        finally:
+            # What was checked and could not be timed has its rows too.
+            record.update(output, [row | machine for row in rows.values()])
+            for row in rows.values():
+                print(
+                    f"{name:15} {row['what']:28} {row['engine']:40} {row.get('ms_p50', ''):>9} "
+                    f"{row.get('ratio', ''):>7} {row.get('error', '')} {row.get('note', '')}",
+                    flush=True,
+                )
 
 
 def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, Callable[[], object]]]:
