@@ -46,6 +46,8 @@ def run(call: Call, facts: Facts) -> Tensor:
             kernel_options=_KERNEL_OPTIONS,
         )
     o, _ = rescale_by_sink(o, aux.lse.to(row_dtype(q)), call)
+    if call.alpha is None and call.beta is None and call.gate is None:
+        return o
     u = None if call.beta is None else _VisibleValues.apply(call.v, call)
     return combine(o, u, call.alpha, call.beta, call.gate, row_dtype(q)).to(q.dtype)
 

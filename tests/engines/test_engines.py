@@ -124,6 +124,17 @@ def test_a_mask_that_an_evaluation_saw_first_can_be_trained_with():
     assert not built.kv_indices.is_inference()
 
 
+@torch.no_grad()
+def test_flex_makes_no_pass_over_what_has_no_stage(monkeypatch):
+    returned = []
+    attend = flex.flex_attention
+    monkeypatch.setattr(
+        flex, "flex_attention", lambda *x, **options: returned.append(attend(*x, **options)) or returned[0]
+    )
+    inputs = random_inputs(CURVES["softcap"], Shape(1, 2, 2, 9, 9, 16), torch.bfloat16)
+    assert attention(**inputs, impl="flex") is returned[0][0]
+
+
 def test_flex_is_compiled_although_its_model_is_observed():
     compilations = []
     compiled = torch.compile(lambda x: x + 1, backend=lambda graph, _: compilations.append(graph) or graph.forward)
