@@ -3,15 +3,20 @@
 Needs the package flash-attn-4 and a GPU that it runs on. Each shape has a process, in which everything is compiled and
 checked against the tolerance rule, at once with the others; then they time one after the other, forward + backward,
 GPU time, with q, k, v and gate laid out as models make them, [B, T, H, D] in memory. Ratios are to plain attention of
-FlashAttention-4 under the same mask. Rows go to benchmarks/results/fa4/<device>.csv as they are found.
+FlashAttention-4 under the same mask. A row is a pair of kernels, forward + backward, whichever engine has it. Rows go
+to benchmarks/results/fa4/<device>.csv as they are found.
+
+``--timings`` runs nothing: it writes affine_attn/engines/timings.json, by which "auto" chooses, from that file.
 """
 
 import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +29,9 @@ from affine_attn import Affine, AttentionSpec, Mask, attention
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
-from affine_attn.engines.needs import facts_of, sizes_of
-from affine_attn.engines.plan import ENGINES, kernels
+from affine_attn.engines import needs, operator, plan, timings
+from affine_attn.engines.timings import Pair
+from affine_attn.runs.files import write_text
 from benchmarks import record
 from benchmarks.record import RESULTS, Row
 
@@ -53,15 +59,24 @@ PLAIN = "FlashAttention-4"
 ROUND_MS = 12.0
 # Of a check: several tiles, none of them full.
 CHECKED_TOKENS, CHECKED_DOCUMENTS, CHECKED_WINDOW = 555, 90, 100
+# Shapes that are timed in deterministic mode too, with this stage.
+DETERMINISTIC, OF_DETERMINISTIC = ("1B", "3B", "8k", "window 128", "documents 512"), "affine"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-ms", type=float, default=ROUND_MS)
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that compiling may take")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further shape is timed")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--timings", action="store_true", help="write the table of the plan, and time nothing")
     options = parser.parse_args()
+    if options.timings:
+        rows = record.read(options.output or RESULTS / "fa4" / "nvidia-h200.csv")
+        write_text(timings.PATH, timings.written(table(rows)))
+        return
     start = time.perf_counter()
     device = torch.device("cuda")
     machine, output = record.provenance(device), options.output or RESULTS / "fa4" / record.results_path(device).name
@@ -70,7 +85,7 @@ def main() -> None:
     ready = {name: context.Event() for name in options.shapes}
     go = context.Event()
     workers = [
-        context.Process(target=work, args=(name, options.rounds, output, machine, ready[name], go, turn))
+        context.Process(target=work, args=(name, options, output, machine, ready[name], go, turn, time.time()))
         for name in options.shapes
     ]
     for worker in workers:
@@ -87,7 +102,9 @@ def main() -> None:
         raise SystemExit(f"not all of these ran: {', '.join(failed)}")
 
 
-def work(name: str, rounds: int, output: Path, machine: Row, ready: Any, go: Any, turn: Any) -> None:
+def work(
+    name: str, options: argparse.Namespace, output: Path, machine: Row, ready: Any, go: Any, turn: Any, start: float
+) -> None:
     device = torch.device("cuda")
     torch.set_num_threads(1)
     try:
@@ -97,14 +114,17 @@ def work(name: str, rounds: int, output: Path, machine: Row, ready: Any, go: Any
     go.wait()
     with turn:
         try:
-            for what, timing in side_by_side(timed, PLAIN, device, rounds, ROUND_MS).items() if timed else ():
+            if time.time() - start > options.budget:
+                raise SystemExit(f"{name}: no time left")
+            found = side_by_side(timed, PLAIN, device, options.rounds, options.round_ms) if timed else {}
+            for what, timing in found.items():
                 rows[what] |= record.times(timing) | {"ratio": f"{timing.ratio:.4f}", "baseline": PLAIN}
         finally:
             # What was checked and could not be timed has its rows too.
             record.update(output, [row | machine for row in rows.values()])
             for row in rows.values():
                 print(
-                    f"{name:15} {row['what']:28} {row['engine']:40} {row.get('ms_p50', ''):>9} "
+                    f"{name:15} {row['what']:34} {row['engine']:12} {row.get('ms_p50', ''):>9} "
                     f"{row.get('ratio', ''):>7} {row.get('error', '')} {row.get('note', '')}",
                     flush=True,
                 )
@@ -132,26 +152,95 @@ def prepare(name: str, device: torch.device) -> tuple[dict[str, Row], dict[str, 
         except Exception as problem:  # whatever it refuses with becomes the note of its row
             row["note"] = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
 
-    def ours(stages: tuple[str, ...], impl: str) -> Callable[[], object]:
-        if impl == "fa4":
-            chosen = _chosen(random_inputs(EVERYTHING, small, torch.bfloat16, device), stages)
-            found = deviations("fa4", chosen, small_mask)
-            row = next(reversed(rows.values()))
-            row["error"] = f"{max(d.error for d in found):.2e}"
-            if wrong := [f"{d.name} {d.error:.2e} > {d.allowed:.2e}" for d in found if not d.within]:
-                raise AssertionError(f"wrong: {', '.join(wrong)}")
+    def ours(stages: tuple[str, ...], impl: str, pair: Pair) -> Callable[[], object]:
+        with planned(pair):
+            found = deviations(
+                impl, _chosen(random_inputs(EVERYTHING, small, torch.bfloat16, device), stages), small_mask
+            )
+        row = next(reversed(rows.values()))
+        row["error"] = f"{max(d.error for d in found):.2e}"
+        if wrong := [f"{d.name} {d.error:.2e} > {d.allowed:.2e}" for d in found if not d.within]:
+            raise AssertionError(f"wrong: {', '.join(wrong)}")
         chosen = _chosen(inputs, stages)
         leaves = {n: x.detach().requires_grad_() for n, x in chosen.items() if isinstance(x, Tensor)}
-        return partial(_both, partial(attention, **leaves, mask=mask, impl=impl), list(leaves.values()), dy)
+        both = partial(_both, partial(attention, **leaves, mask=mask, impl=impl), list(leaves.values()), dy)
+        return partial(_planned, pair, both)
 
     add(PLAIN, "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy))
     add(f"{PLAIN}, sink", "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy, inputs["sink"]))
     for variant, stages in STAGES.items():
-        add(f"{variant}, fa4", "fa4", partial(ours, stages, "fa4"))
-        other, plan = _without(_chosen(inputs, stages), mask)
-        add(f"{variant}, without", plan, partial(ours, stages, other))
+        for engine, pair in pairs(_chosen(inputs, stages), mask):
+            add(f"{variant}, {' + '.join(pair)}", engine, partial(ours, stages, engine, pair))
+    if name in DETERMINISTIC:
+        add(f"{PLAIN}, deterministic", "flash-attn-4", lambda: _flash_attn_4(inputs, mask, dy, deterministic=True))
+        make = partial(ours, STAGES[OF_DETERMINISTIC], "fa4", ("fa4", "fa4"))
+        add(f"{OF_DETERMINISTIC}, deterministic", "fa4", lambda: partial(_deterministic, make()))
     torch.cuda.empty_cache()
     return rows, timed
+
+
+@contextmanager
+def planned(pair: Pair) -> Iterator[None]:
+    """Let calls have these kernels, whatever the plan says."""
+    forward, backward = pair
+    # Engines look it up when they run.
+    original = operator.kernels
+    operator.kernels = lambda name, f, s: original(name, f, s)._replace(forward=forward, backward=backward)
+    try:
+        yield
+    finally:
+        operator.kernels = original
+
+
+def _planned(pair: Pair, function: Callable[[], object]) -> object:
+    with planned(pair):
+        return function()
+
+
+def _deterministic(function: Callable[[], object]) -> object:
+    # That empty tensors are filled is no part of it.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        return function()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def pairs(inputs: dict[str, Any], mask: Mask) -> list[tuple[str, Pair]]:
+    """Return (engine, kernels) of all that can run a call in training: those of its plans, and sm90 kernels in turns
+    with others."""
+    call = checked_call(**inputs, mask=mask)
+    f = needs.facts_of(call)._replace(has_grad=True)
+    s = needs.sizes_of(call, f)
+    others = {name: entry for name, entry in plan.ENGINES.items() if name != "fa4"}
+    other = next(name for name, entry in others.items() if entry.only_by_name(f) is None and entry.why_not(f) is None)
+    fa4, stock = plan.fa4(f), plan.stock(f) if other == "sdpa" else "flash"
+    found = [("fa4", (fa4, fa4))]
+    if needs.sm90_forward(f, s) is None:
+        found += [("fa4", ("sm90", fa4)), (other, ("sm90", "sm90")), (other, ("sm90", stock))]
+    else:
+        found += [(other, (stock, stock))]
+    if stock == "flash2" and mask.window is None:
+        found += [(other, ("cudnn", "cudnn"))]
+    return found
+
+
+def table(rows: list[Row]) -> dict[timings.Point, dict[Pair, float]]:
+    """Return what the plan reads: where shapes have all of a point in common, the geometric mean of theirs."""
+    found: dict[timings.Point, dict[Pair, list[float]]] = {}
+    for row in rows:
+        variant, _, pair = row["what"].partition(", ")
+        if variant in STAGES and " + " in pair and row["ratio"]:
+            shape, window, mean = SHAPES[row["shape"]]
+            mask = timings.DOCUMENTS if mean else timings.WINDOW if window else timings.CAUSAL
+            point = timings.Point(mask, shape.head_dim, shape.tq, variant)
+            forward, backward = pair.split(" + ")
+            found.setdefault(point, {}).setdefault((forward, backward), []).append(float(row["ratio"]))
+    return {
+        point: {pair: round(prod(times) ** (1 / len(times)), 4) for pair, times in found[point].items()}
+        for point in sorted(found)
+    }
 
 
 def inputs_of(shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -173,13 +262,16 @@ def mask_of(shape: Shape, window: int | None, mean: int | None, device: torch.de
     return Mask(window=window, documents=documents.to(device), contiguous=True, most_documents=count)
 
 
-def _flash_attn_4(inputs: dict[str, Any], mask: Mask, dy: Tensor, sink: Tensor | None = None) -> Callable[[], object]:
+def _flash_attn_4(
+    inputs: dict[str, Any], mask: Mask, dy: Tensor, sink: Tensor | None = None, deterministic: bool = False
+) -> Callable[[], object]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     tensors = [inputs[name].transpose(1, 2) for name in "qkv"]
     dy = dy.transpose(1, 2)
     window = (None, None) if mask.window is None else (mask.window - 1, 0)
     options: dict[str, Any] = {"causal": True, "window_size": window, "learnable_sink": sink}
+    options["deterministic"] = deterministic
     function = flash_attn_func
     if mask.documents is not None:
         function = flash_attn_varlen_func
@@ -201,16 +293,6 @@ def _flash_attn_4(inputs: dict[str, Any], mask: Mask, dy: Tensor, sink: Tensor |
 
 def _both(forward: Callable[[], Tensor], tensors: list[Tensor], dy: Tensor) -> object:
     return torch.autograd.grad(forward(), tensors, dy)
-
-
-def _without(inputs: dict[str, Any], mask: Mask) -> tuple[str, str]:
-    """Return the engine that "auto" takes in training where flash-attn-4 is not installed, and its kernels."""
-    call = checked_call(**inputs, mask=mask)
-    f = facts_of(call)._replace(has_grad=True)
-    others = {name: entry for name, entry in ENGINES.items() if name != "fa4"}
-    name = next(name for name, entry in others.items() if entry.only_by_name(f) is None and entry.why_not(f) is None)
-    plan = kernels(name, f, sizes_of(call, f))
-    return name, f"{name}: {plan.forward}, {plan.backward}"
 
 
 def _chosen(inputs: dict[str, Any], stages: tuple[str, ...]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from affine_attn.core.call import Call
 from affine_attn.core.spec import Alibi, LogN
-from affine_attn.engines import flash_attn_4
+from affine_attn.engines import flash_attn_4, timings
 from affine_attn.errors import first_line
 from affine_attn.kernels import launch
 from affine_attn.kernels.decode.launch import CURVES as DECODE_CURVES
@@ -95,13 +95,10 @@ def process() -> Process:
     return Process(current_flash_attention_impl(), must_be_deterministic())
 
 
-# Where a number of queries lies: below and beyond those for which the sm90 backward has been timed, or within.
-SHORT, BELOW, WITHIN, BEYOND = "short", "below", "within", "beyond"
-# The fewest queries that FlashAttention-4 has been timed with, in training.
-FA4_QUERIES = 512
-# By head_dim, where it took less time than all else under a plain causal mask. Under windows and documents it did
-# throughout. benchmarks/results/fa4 has the times, which a test holds this against.
-_FA4_FASTER = {64: (BELOW,), 96: (BELOW, WITHIN, BEYOND), 128: (BEYOND,), 256: (BELOW, WITHIN, BEYOND)}
+# The fewest queries that FlashAttention-4 has been timed with, in training: it is asked for no fewer.
+FA4_QUERIES = timings.LENGTHS[0]
+# What it must save of the time of its plain attention to be asked for: less than that is noise.
+FA4_MARGIN = 0.01
 
 
 class Questions:
@@ -133,11 +130,9 @@ class Questions:
         return 0 < self.queries <= MAX_QUERIES
 
     @property
-    def length(self) -> str:
-        """How many queries: SHORT, BELOW, WITHIN or BEYOND."""
-        if self.queries < SM90_LENGTHS[0]:
-            return SHORT if self.queries < FA4_QUERIES else BELOW
-        return WITHIN if self.queries <= SM90_LENGTHS[-1] else BEYOND
+    def length(self) -> int:
+        """The largest number of tokens that was timed and is not above that of the queries; 0 below all of them."""
+        return next((tokens for tokens in reversed(timings.LENGTHS) if self.queries >= tokens), 0)
 
     @property
     def is_crowded(self) -> bool:
@@ -158,7 +153,7 @@ class Answers(NamedTuple):
     is_overlong: bool
     is_single: bool
     is_short: bool
-    length: str
+    length: int
     is_crowded: bool
     is_broad: bool
 
@@ -374,15 +369,24 @@ def fa4_unasked(f: Facts) -> str | None:
         return "since its deterministic backward has not been timed"
     if not f.causal:
         return "since it has been timed under causal masks alone"
-    if f.head_dim not in _FA4_FASTER:
+    if f.head_dim not in timings.HEAD_DIMS:
         return f"since it has not been timed with a head_dim of {f.head_dim}"
     if f.documents == CONTIGUOUS:
         return "since it would wait for the device to count the documents, which Mask.packed knows"
-    if f.sizes.length == SHORT:
+    if not f.sizes.length:
         return f"since it has not been timed with fewer than {FA4_QUERIES} queries"
-    if not f.restrictions and f.sizes.length not in _FA4_FASTER[f.head_dim]:
-        return "since others took less time"
-    return None
+    times = timed(f)
+    with_it, without = timings.fastest(times, True), timings.fastest(times, False)
+    is_faster = with_it is not None and without is not None and with_it[1] + FA4_MARGIN < without[1]
+    return None if is_faster else "since others took less time"
+
+
+def timed(f: Facts) -> dict[timings.Pair, float]:
+    """Return the times of kernels for the call, as those of the nearest one that was timed."""
+    masks = {"documents": timings.DOCUMENTS, "window": timings.WINDOW}
+    mask = next((kind for name, kind in masks.items() if name in f.restrictions), timings.CAUSAL)
+    stages = timings.GATED if f.has_gate else timings.AFFINE if f.has_alpha or f.has_beta else timings.SINK
+    return timings.of(mask, f.head_dim, f.sizes.length, stages)
 
 
 def flash_attn_4_package() -> str | None:
@@ -576,6 +580,18 @@ def sm90_forward(f: Facts, s: Sizes) -> str | None:
     if not (f.has_alpha or f.has_sink or f.has_gate):
         return "there is nothing to do after the attention"
     return sm90_gate(f, s)
+
+
+def sm90_beside_fa4(f: Facts, s: Sizes) -> str | None:
+    """What the sm90 forward needs to be the one of engine "fa4": it was timed, in training, and took less time."""
+    if (reason := sm90_forward(f, s)) is not None:
+        return reason
+    if fa4_unasked(f) is not None:
+        return "it has not been timed with the backward of FlashAttention-4"
+    found = timings.fastest(timed(f), True)
+    if found is None or found[0][0] != "sm90":
+        return "the forward of FlashAttention-4 took less time"
+    return None
 
 
 def sm90_backward(f: Facts, s: Sizes) -> str | None:

@@ -96,6 +96,8 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
         forward = "sm90"
     if name == "sdpa" and needs.sm90_backward(f, s) is None:
         backward = "sm90"
+    if name == "fa4" and needs.sm90_beside_fa4(f, s) is None:
+        forward = "sm90"
     epilogue = "kernels" if needs.epilogue(f) is None else "torch"
     of_masks = "table" if epilogue == "kernels" else "pieces"
     has_packed = f.causal and f.restrictions == ("documents",) and f.documents != needs.SCATTERED
@@ -205,7 +207,7 @@ _OF_ONE_WIDTH = ("sdpa",)
 
 
 def _epilogue(plan: Plan, f: Facts) -> str:
-    if plan.forward == "sm90" and plan.backward in ("sm90", None):
+    if plan.forward == "sm90" and plan.backward in ("sm90", "fa4_sink", None):
         return "in the kernel itself"
     if plan.forward == "sm90":
         return "in the forward itself, fused kernels in the backward"

@@ -1,0 +1,66 @@
+"""How long kernels took in training, by mask, head_dim, tokens and stages, over FlashAttention-4's plain attention.
+
+timings.json has the numbers of one H200; ``python3 benchmarks/fa4.py --timings`` writes it from what was measured.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+# Forward and backward, by their names in plan.KERNELS.
+Pair = tuple[str, str]
+# By the stages, which of them read and write the most.
+SINK, AFFINE, GATED = "sink", "affine", "affine_gated"
+CAUSAL, WINDOW, DOCUMENTS = "causal", "window", "documents"
+
+
+class Point(NamedTuple):
+    """What was timed."""
+
+    mask: str
+    head_dim: int
+    tokens: int
+    stages: str
+
+
+PATH = Path(__file__).with_suffix(".json")
+
+
+def read(text: str) -> dict[Point, dict[Pair, float]]:
+    return {
+        Point(entry["mask"], entry["head_dim"], entry["tokens"], entry["stages"]): {
+            (forward, backward): time for forward, backward, time in entry["times"]
+        }
+        for entry in json.loads(text)
+    }
+
+
+def written(times: dict[Point, dict[Pair, float]]) -> str:
+    """Return the text that :func:`read` reads, a line for each point."""
+    entries = ({**point._asdict(), "times": [[*pair, t] for pair, t in times[point].items()]} for point in times)
+    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
+
+
+TIMES = read(PATH.read_text())
+# Numbers of tokens that were timed under a plain causal mask, and head dims.
+LENGTHS = tuple(sorted({point.tokens for point in TIMES if point.mask == CAUSAL}))
+HEAD_DIMS = tuple(sorted({point.head_dim for point in TIMES if point.mask == CAUSAL}))
+
+
+def of(mask: str, head_dim: int, tokens: int, stages: str) -> dict[Pair, float]:
+    """Return the times of the nearest point: most tokens that are no more than these, or the fewest."""
+    found = [p for p in TIMES if p.mask == mask and p.stages == stages]
+    nearest = min(abs(p.head_dim - head_dim) for p in found)
+    found = [p for p in found if abs(p.head_dim - head_dim) == nearest]
+    below = [p for p in found if p.tokens <= tokens]
+    return TIMES[max(below, key=_tokens) if below else min(found, key=_tokens)]
+
+
+def _tokens(point: Point) -> int:
+    return point.tokens
+
+
+def fastest(times: dict[Pair, float], has_fa4: bool) -> tuple[Pair, float] | None:
+    """Return the pair that took least time, of those with FlashAttention-4 in them or of the others."""
+    found = [(pair, time) for pair, time in times.items() if any("fa4" in kernel for kernel in pair) == has_fa4]
+    return min(found, key=lambda entry: entry[1]) if found else None
