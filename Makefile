@@ -12,7 +12,7 @@ INSTALL := $(if $(shell command -v uv),$(UV),$(PIP))
 
 OLDEST_TRITON := .venv/oldest-triton
 
-.PHONY: demo test docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models bench \
+.PHONY: demo test test-readme docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models bench \
 	gallery lint fmt clean
 
 demo: .venv/.demo
@@ -65,6 +65,10 @@ test-faults: .venv/.installed
 # Mistakes put into a copy of the tree, one at a time: the tests must notice each.
 test-mutations: .venv/.installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.support.run_mutations
+
+# Every command of the README and the tutorials, in order, in a fresh checkout with an environment of its own.
+test-readme: .venv/.installed
+	$(BIN)/python -m tests.support.pages
 
 test-aot: .venv/.installed
 	$(BIN)/python -m pytest -n 2 tests/kernels/test_aot.py

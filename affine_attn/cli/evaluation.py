@@ -54,15 +54,18 @@ def evaluate(
         list[int] | None,
         typer.Option(
             min=1,
-            help="tokens of a window of --text, or of a sequence; may be repeated; default: 2048, or as many as the "
-            "model has positions",
+            help="tokens of a window of --text, or of a sequence; may be repeated; default: as many as in the model's "
+            "training, where that is not known 2048, and no more than it has positions",
             rich_help_panel=TEXTS,
         ),
     ] = None,
     stride: Annotated[
         int | None,
         typer.Option(
-            min=1, help="new tokens per window of --text; default: all of them, no overlap", rich_help_panel=TEXTS
+            min=1,
+            help="new tokens per window of --text; default: --length, so that windows do not overlap. The last window "
+            "of a document has fewer new tokens, and more of those before them as context",
+            rich_help_panel=TEXTS,
         ),
     ] = None,
     by_position: Annotated[

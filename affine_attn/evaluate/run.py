@@ -27,7 +27,7 @@ from affine_attn.models.load import ModelHandle
 from affine_attn.runs.files import sha256
 from affine_attn.runs.layout import EVALUATION, beside
 
-# Of windows where none is given, as in the paper's training; less for a model that has less.
+# Of windows where none is given and none known of the model's training, as in the paper's; less where a model has less.
 LENGTH = 2048
 
 
@@ -195,7 +195,7 @@ def _compared(handle: ModelHandle, scored: dict[str, Any], scores: Path) -> bool
 
 
 def _text_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
-    lengths = request.lengths or (min(LENGTH, handle.config.max_position_embeddings),)
+    lengths = request.lengths or _default_length(handle, request)
     for place in (*request.texts, *request.shards):
         is_shards = place in request.shards
         if is_shards:
@@ -207,6 +207,19 @@ def _text_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
             identity = {"measure": kind, "data": content, "length": length, **settings, "model": handle.identity}
             compute = partial(_measure_text, handle, place, is_shards, kind, length, settings, request.batch_size)
             yield Measure(f"{kind}-{place.name.split('.')[0]}-{length}", identity, compute)
+
+
+def _default_length(handle: ModelHandle, request: Request) -> tuple[int, ...]:
+    """That of the model's training where it is known; says which it is."""
+    if not (request.texts or request.shards):
+        return ()
+    most, trained = handle.config.max_position_embeddings, handle.training_length
+    length = min(trained or LENGTH, most)
+    why = "as in the model's training" if length == trained else "as many as the model has positions"
+    if length == LENGTH != trained:
+        why = "what the model was trained on is not known"
+    print(f"sequences of {length} tokens, {why}; --length gives others", file=sys.stderr)
+    return (length,)
 
 
 def _measure_text(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
+from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app, terminal
 from affine_attn.data.prepare import prepare
 from affine_attn.data.shards import TokenShards
 from affine_attn.evaluate.long_context import loss_by_position
 from affine_attn.evaluate.perplexity import mean_loss, perplexity, token_losses, windows
 from affine_attn.evaluate.score import Pair, score
-from affine_attn.models import convert
+from affine_attn.models import AffineAttnForCausalLM, convert
 from tests.support.evaluation_sets import TEXTS, small_llama
 from tests.support.hf import stir, tiny_model
 
@@ -135,6 +137,29 @@ def test_shards_are_scored_as_training_packs_them(folder, tmp_path):
     assert result["tokens"] == count
     assert result["metrics"]["loss"]["value"] == pytest.approx(total / count, rel=1e-5)
     assert result["boundaries"] == "documents do not see each other, first tokens are not predicted"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected", "why"),
+    [
+        ({"of": 24}, 24, "as in the model's training"),
+        ({"of": 24, "positions": 16}, 16, "as many as the model has positions"),
+        ({"positions": 4096}, 2048, "what the model was trained on is not known"),
+    ],
+)
+def test_a_length_that_is_not_given_is_that_of_the_training(lengths, expected, why, folder, tmp_path):
+    """The affine stage of a converted model, or its run, says how long; that of softmax alone does not."""
+    trained = lengths.get("of")
+    attention = AttentionSpec(affine=Affine(length=trained)) if trained else "softmax"
+    model = AffineAttnForCausalLM.from_pretrained(folder).config
+    model.attention, model.max_position_embeddings = attention, lengths.get("positions", 256)
+    AffineAttnForCausalLM(model).save_pretrained(tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    answer = runner.invoke(app, ["eval", str(tmp_path / "model"), "--text", str(folder / "texts" / "0.txt")])
+    assert answer.exit_code == 0, answer.output
+    assert f"sequences of {expected} tokens, {why}; --length gives others" in answer.stderr
+    assert list((tmp_path / "model" / "evaluation").glob(f"perplexity-0-{expected}-*.json"))
 
 
 def test_texts_of_one_name_are_told_apart_in_the_table(folder, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
+from tests.support.gguf_file import write_gguf
 from tests.support.hf import SIZES, tiny_model
 
 convert = sys.modules["affine_attn.models.convert"]  # the module, not the function of its name
@@ -92,31 +92,7 @@ def test_ends_that_disagree_are_named(tmp_path):
 
 
 def test_a_gguf_file_is_a_source(llama, tmp_path, monkeypatch):
-    """Written by hand: transformers reads such files and writes none."""
-    source, config = AutoModelForCausalLM.from_pretrained(llama).state_dict(), LlamaConfig(**SIZES)
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "1", "2", *(f"w{i}" for i in range(1, config.vocab_size - 2))])
-    writer.add_token_merges(["w 1", "w 2"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for key, tensor in source.items():
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
-        if heads:  # llama.cpp rotates neighbouring channels
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "tiny.gguf")
     result = run("convert", tmp_path / "tiny.gguf", tmp_path / "new", "--attention", "softmax")
     assert result.exit_code == 0, result.output
     torch.testing.assert_close(logits(tmp_path / "new"), logits(llama), rtol=0, atol=1e-5)
