@@ -34,10 +34,10 @@ def forward(
     kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return (o, z) of plain attention by a kernel of ``plan.KERNELS``; windows are those of "flash2" alone."""
-    if _is_countable(q, k):
+    if _is_countable(q, k, v):
         return _forward(kernel, q, k, v, scale, causal, window)
-    o, z = torch.empty_like(q), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
-    for share in _shares(q, k):
+    o, z = _new_output(q, v), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    for share in _shares(q, k, v):
         part = _forward(kernel, q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
         o[share.of_q], z[share.of_q] = part
     return o, z
@@ -56,9 +56,9 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of plain attention; exact also if o and z have a sink in them and do has factors per row."""
-    if _is_countable(q, k):
+    if _is_countable(q, k, v):
         return _backward(kernel, do, q, k, v, o, z, scale, causal, window)
-    dq, shares = torch.empty_like(q), _shares(q, k)
+    dq, shares = torch.empty_like(q), _shares(q, k, v)
     # Where the query heads of a kv head are in several shares, its gradients are sums over them.
     is_shared = shares[0].of_kv == shares[1].of_kv
     dk, dv = (torch.zeros_like(x, dtype=z.dtype if is_shared else x.dtype) for x in (k, v))
@@ -71,9 +71,15 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _is_countable(q: Tensor, k: Tensor) -> bool:
-    """Return True if one call of an operator can count all elements and sequences."""
-    return q.numel() <= MOST_ELEMENTS and k.numel() <= MOST_ELEMENTS and q.size(0) <= MOST_SEQUENCES
+def _new_output(q: Tensor, v: Tensor) -> Tensor:
+    """Allocate o [B, H, Tq, Dv], in the layout of q where it is as wide."""
+    return torch.empty_like(q) if q.size(3) == v.size(3) else q.new_empty(*q.shape[:3], v.size(3))
+
+
+def _is_countable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if one call of an operator can count all elements, those of o too, and all sequences."""
+    most = max(q.numel(), k.numel(), v.numel(), q.numel() // q.size(3) * v.size(3))
+    return most <= MOST_ELEMENTS and q.size(0) <= MOST_SEQUENCES
 
 
 class _Share(NamedTuple):
@@ -83,13 +89,14 @@ class _Share(NamedTuple):
     of_kv: tuple[slice, slice]
 
 
-def _shares(q: Tensor, k: Tensor) -> list[_Share]:
+def _shares(q: Tensor, k: Tensor, v: Tensor) -> list[_Share]:
     """Return the fewest shares, as equal as they can be."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     group = heads // kv_heads
-    of_head = q.shape[2] * q.shape[3]
+    width = max(q.shape[3], v.shape[3])
+    of_head = q.shape[2] * width
     # kv heads of all sequences, each with its query heads.
-    together = MOST_ELEMENTS // max(group * of_head, k.shape[2] * k.shape[3])
+    together = MOST_ELEMENTS // max(group * of_head, k.shape[2] * width)
     if together >= kv_heads:
         some_rows, some_heads = _evenly(batch, min(MOST_SEQUENCES, together // kv_heads)), heads
     elif together:
@@ -147,7 +154,7 @@ def forward_in_pieces(
     kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: Iterable[Piece]
 ) -> tuple[Tensor, Tensor]:
     """Return (o, z) of rows and keys in the order of the pieces; both are 0 in rows that see nothing."""
-    o, z = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    o, z = _new_output(q, v).zero_(), torch.zeros(q.shape[:3], dtype=row_dtype(q), device=q.device)
     for piece in pieces:
         for (q_part, o_part, z_part), kv in _parts(piece, (q, o, z), (k, v)):
             found = _FORWARD[kernel](q_part, *kv, piece.is_causal, scale, *_masks(piece, q))

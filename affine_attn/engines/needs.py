@@ -54,6 +54,8 @@ _HOPPER = (9, 0)
 # Major numbers of the capabilities of Hopper and Blackwell, which FlashAttention-4 is for.
 _BLACKWELL = 10
 _FA4_CAPABILITIES = (_HOPPER[0], _BLACKWELL)
+# Channels of keys and of values, those of DeepSeek-V3, which kernels have that stop at 128 otherwise.
+_DEEPSEEK = (192, 128)
 # What is known of a call's documents.
 SCATTERED, CONTIGUOUS, COUNTED = "scattered", "contiguous", "counted"
 _NO_CUDA = "Triton kernels need a CUDA device"
@@ -297,6 +299,10 @@ def same_widths(f: Facts) -> str | None:
     return None
 
 
+def _widths(f: Facts) -> str:
+    return str(f.head_dim) if f.value_dim == f.head_dim else f"{f.head_dim} with values of {f.value_dim}"
+
+
 def transforms(f: Facts) -> str | None:
     """What every engine but the reference needs."""
     if f.has_transforms:
@@ -329,7 +335,7 @@ def fa4(f: Facts) -> str | None:
         return reason
     if f.logit not in (type(None), LogN):
         return f"FlashAttention-4 is given plain scores, or those of LogN, not the {f.logit.__name__} logit"
-    if (reason := plain_scores(f) or same_widths(f)) is not None:
+    if (reason := plain_scores(f)) is not None:
         return reason
     for name in f.restrictions:
         if name not in ("documents", "window"):
@@ -342,13 +348,15 @@ def fa4(f: Facts) -> str | None:
         return f"FlashAttention-4 takes bfloat16 or float16, not {f.dtype}"
     if f.head_dim % 8 or f.head_dim > 256:
         return f"FlashAttention-4 needs a head_dim divisible by 8 and at most 256, not {f.head_dim}"
+    if f.value_dim % 8 or f.value_dim > f.head_dim:
+        return f"FlashAttention-4 needs values no wider than keys, and divisible by 8, not {_widths(f)}"
     # None while a compiler traces: then the package itself refuses when it is called.
     if f.machine.capability is not None:
         major = f.machine.capability[0]
         if major not in _FA4_CAPABILITIES:
             return "FlashAttention-4 is for GPUs of compute capability 9.x and 10.x"
-        if major == _BLACKWELL and 128 < f.head_dim < 256:
-            return f"FlashAttention-4 takes head dims up to 128, or 256, on Blackwell, not {f.head_dim}"
+        if major == _BLACKWELL and f.head_dim > 128 and (f.head_dim, f.value_dim) not in (_DEEPSEEK, (256, 256)):
+            return f"FlashAttention-4 takes head dims up to 128, or 256, on Blackwell, not {_widths(f)}"
     if f.sizes.is_empty:
         return "FlashAttention-4 needs at least one query and one key"
     if f.sizes.is_overlong and (f.causal or f.documents is not None):
@@ -369,6 +377,8 @@ def fa4_unasked(f: Facts) -> str | None:
         return "since its deterministic backward has not been timed"
     if not f.causal:
         return "since it has been timed under causal masks alone"
+    if f.value_dim != f.head_dim:
+        return "since it has not been timed with values of another width than keys"
     if f.head_dim not in timings.HEAD_DIMS:
         return f"since it has not been timed with a head_dim of {f.head_dim}"
     if f.documents == CONTIGUOUS:
@@ -428,8 +438,6 @@ def sdpa(f: Facts) -> str | None:
         return reason
     if f.has_bias_grad:
         return "a stock kernel gives no gradient of a bias"
-    if not is_on_cpu and (reason := same_widths(f)) is not None:
-        return reason
     for name in f.restrictions:
         if name != "window" and not is_on_cpu:
             return f"a stock kernel has no mask.{name}"
@@ -442,24 +450,37 @@ def stock(f: Facts) -> str | None:
         return "a stock kernel needs at least one query and one key"
     if f.causal and f.sizes.is_overlong:
         return "a stock kernel cannot have causal queries without any key (more queries than keys)"
-    device, has_window = f.machine.device, "window" in f.restrictions
+    device, wide = f.machine.device, max(f.head_dim, f.value_dim)
     if device == "cpu":
         return None
     if device != "cuda":
         return f"there is no stock kernel with log-sum-exp on {device}"
     if f.dtype not in (torch.bfloat16, torch.float16):
         return f"the CUDA operators take bfloat16 or float16, not {f.dtype}"
-    if f.head_dim % 8 or f.head_dim > 256:
-        return f"the CUDA operators need a head_dim divisible by 8 and at most 256, not {f.head_dim}"
-    return flash_operators(f) if has_window or cudnn(f) is not None else None
+    if wide % 8 or wide > 256:
+        return f"the CUDA operators need a head_dim divisible by 8 and at most 256, not {wide}"
+    return None if cudnn(f) is None else flash_operators(f)
+
+
+def sdpa_unasked(f: Facts) -> str | None:
+    """Why "auto" leaves the stock kernels alone although they may be able to run the call, or None."""
+    if f.value_dim == f.head_dim or f.machine.device != "cuda" or f.machine.capability is None or cudnn(f) is None:
+        return None
+    if flash(f) is None:
+        return "since zeros would fill up the narrower channels, and kernels of this package read each as they are"
+    return None
 
 
 def cudnn(f: Facts) -> str | None:
-    """What makes cuDNN's operator the one for a call without a window; the others go to the flash operator."""
+    """What cuDNN's operator needs, or where it is not the one that is taken; other calls go to the flash operator."""
     if f.machine.capability is None or f.machine.capability < (9, 0):
         return "cuDNN is taken from compute capability 9.0 on"
-    if f.head_dim > 128:
-        return f"cuDNN is taken for head dims up to 128, not {f.head_dim}"
+    if "window" in f.restrictions:
+        return "cuDNN is taken for calls without a window"
+    if max(f.head_dim, f.value_dim) > 128 and (f.head_dim, f.value_dim) != _DEEPSEEK:
+        return f"cuDNN is taken for head dims up to 128, not {_widths(f)}"
+    if f.head_dim % 8 or f.value_dim % 8:
+        return f"cuDNN is taken for head dims divisible by 8, not {_widths(f)}"
     if f.is_deterministic:
         return "cuDNN's backward adds up in no fixed order, and deterministic algorithms were asked for"
     if f.sizes.is_single:

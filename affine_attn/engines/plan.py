@@ -22,7 +22,7 @@ class Engine(NamedTuple):
 ENGINES: dict[str, Engine] = {
     "decode": Engine(needs.decode, "one pass over the cache, split over keys; inference only"),
     "fa4": Engine(needs.fa4, "FlashAttention-4 with a row-wise epilogue", needs.fa4_unasked),
-    "sdpa": Engine(needs.sdpa, "PyTorch's fused attention with a row-wise epilogue"),
+    "sdpa": Engine(needs.sdpa, "PyTorch's fused attention with a row-wise epilogue", needs.sdpa_unasked),
     "triton": Engine(
         needs.flash,
         "own flash kernels (distance logits, soft caps, documents, padding, windows) with a row-wise epilogue",
@@ -58,6 +58,8 @@ KERNELS = {
     "reference": "dense torch",
     "autograd": "torch's own derivatives",
 }
+# Those that have values as wide as keys: zeros fill up the narrower.
+OF_ONE_WIDTH = ("flash2", "flash_for_cpu", "cpu_masks")
 SUMS = {
     "running": "a running sum along the tokens, as the mask is causal",
     "restarting": "a running sum along each document",
@@ -133,7 +135,7 @@ def stock(f: Facts) -> str:
     """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
     if f.machine.device == "cpu":
         return "cpu_masks" if f.restrictions or f.logit is Alibi or f.has_bias else "flash_for_cpu"
-    return "flash2" if "window" in f.restrictions or needs.cudnn(f) is not None else "cudnn"
+    return "cudnn" if needs.cudnn(f) is None else "flash2"
 
 
 # The attention of engines that compose it with the epilogue.
@@ -172,7 +174,7 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
             lines[other] = preferred
     lines["forward"] = f"{plan.forward}, {KERNELS[plan.forward]}"
     if f.value_dim != f.head_dim:
-        lines["widths"] = _widths(name, f)
+        lines["widths"] = _widths(plan.forward, f)
     lines["epilogue"] = _epilogue(plan, f)
     lines["sums of values"] = "none, as there is no beta" if plan.sums is None else f"{plan.sums}, {SUMS[plan.sums]}"
     lines["backward"] = (
@@ -193,17 +195,13 @@ def explanation(call: Call, name: str, f: Facts, was_asked_for: bool) -> str:
     return "\n".join(f"{what}: {text}" for what, text in lines.items())
 
 
-def _widths(name: str, f: Facts) -> str:
+def _widths(kernel: str, f: Facts) -> str:
     widths = f"{f.head_dim} channels of q and k, {f.value_dim} of v"
-    if name not in _OF_ONE_WIDTH:
+    if kernel not in OF_ONE_WIDTH:
         return f"{widths}, as they are"
     wide = max(f.head_dim, f.value_dim)
     share = 200 * wide // (f.head_dim + f.value_dim) - 100
     return f"{widths}, filled with zeros up to {wide}: {share} % more multiplications"
-
-
-# Engines whose kernels have values as wide as keys.
-_OF_ONE_WIDTH = ("sdpa",)
 
 
 def _epilogue(plan: Plan, f: Facts) -> str:

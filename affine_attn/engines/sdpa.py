@@ -12,11 +12,12 @@ from torch import Tensor
 from affine_attn.core.call import Call
 from affine_attn.engines import aten, cpu_masks
 from affine_attn.engines.compose import compose
+from affine_attn.engines.plan import OF_ONE_WIDTH
 from affine_attn.kernels.sm90 import backward, forward
 
 
 def _attend(call: Call, kernel: str | None) -> tuple[Tensor, Tensor]:
-    if call.q.shape[3] != call.v.shape[3]:
+    if call.q.shape[3] != call.v.shape[3] and kernel in OF_ONE_WIDTH:
         o, z = _attend(_in_one_width(call), kernel)
         return o[..., : call.value_dim].contiguous(), z
     if kernel == "cpu_masks":
@@ -27,7 +28,7 @@ def _attend(call: Call, kernel: str | None) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     call: Call, kernel: str | None, do: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if call.q.shape[3] != call.v.shape[3]:
+    if call.q.shape[3] != call.v.shape[3] and kernel in OF_ONE_WIDTH:
         wide = _in_one_width(call)
         do, out = (_widened(x, wide.value_dim) for x in (do, out))
         dq, dk, dv = _attend_backward(wide, kernel, do, out, lse)

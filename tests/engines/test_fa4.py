@@ -32,6 +32,13 @@ PACKED = [
     for mask in ("packed", "packed_window")
     for shape in (Shape(2, 4, 2, 37, 37, 32), Shape(3, 4, 1, 9, 45, 64), Shape(1, 2, 2, 1, 50, 128))
 ]
+# Values narrower than keys.
+NARROW = [
+    Case(name, SPECS[name], shape, MASKS[mask], torch.bfloat16)
+    for name in ("softmax", "sink", "sink+affine+gate", "logn")
+    for mask in ("none", "causal", "window7", "packed")
+    for shape in (Shape(2, 4, 2, 37, 37, 32, 16), Shape(2, 4, 1, 9, 45, 192, 128))
+]
 
 
 def _arguments(case: Case, device: str = "cpu"):
@@ -52,12 +59,13 @@ def _assert_within(case: Case, device: str = "cpu"):
 
 
 def test_every_case_that_it_accepts_is_right(flash_attn_4):
-    taken = [case for case in TAKEN + PACKED if why_not("fa4", _call(case)) is None]
+    taken = [case for case in TAKEN + PACKED + NARROW if why_not("fa4", _call(case)) is None]
     for case in taken:
         _assert_within(case)
     names = {name for case in taken for name, make in MASKS.items() if make is case.mask}
     assert names == {"none", "causal", "window1", "window7", "window_long", "packed", "packed_window"}
     assert {case.name for case in taken} >= {"softmax", "sink", "off_by_one", "affine_gated", "logn"}
+    assert {case.mask for case in taken if case in NARROW} == {case.mask for case in NARROW}
     assert len(taken) > len(TAKEN) // 4
 
 
@@ -218,7 +226,8 @@ def test_the_sm90_forward_beside_it_where_the_two_took_least_time(flash_attn_4, 
         ({"has_grad": False}, "since its forward has not been timed by itself"),
         ({"is_deterministic": True}, "since its deterministic backward has not been timed"),
         ({"causal": False}, "since it has been timed under causal masks alone"),
-        ({"head_dim": 80}, "since it has not been timed with a head_dim of 80"),
+        ({"head_dim": 80, "value_dim": 80}, "since it has not been timed with a head_dim of 80"),
+        ({"value_dim": 32}, "since it has not been timed with values of another width than keys"),
         ({"documents": needs.CONTIGUOUS}, "since it would wait for the device to count the documents"),
         ({"length": 0}, "since it has not been timed with fewer than 512 queries"),
         ({"length": 2048, "restrictions": (), "has_gate": True}, "since others took less time"),
@@ -258,6 +267,8 @@ def _why(**changes) -> str | None:
         ({name: torch.empty(1, 4, 64, 64) for name in "qkv"}, "takes bfloat16 or float16, not torch.float32"),
         ({name: torch.empty(1, 4, 64, 60).bfloat16() for name in "qkv"}, "divisible by 8 and at most 256, not 60"),
         ({name: torch.empty(1, 4, 64, 264).bfloat16() for name in "qkv"}, "divisible by 8 and at most 256, not 264"),
+        ({"v": torch.empty(1, 2, 64, 72).bfloat16()}, "values no wider than keys, and divisible by 8, not 64 with val"),
+        ({"v": torch.empty(1, 2, 64, 60).bfloat16()}, "values no wider than keys, and divisible by 8, not 64 with val"),
         ({name: torch.empty(1, 4, 0, 64).bfloat16() for name in "qkv"}, "at least one query and one key"),
     ],
     ids=lambda x: x.split(",")[0].replace(" ", "_") if isinstance(x, str) else "",
@@ -267,15 +278,16 @@ def test_what_it_cannot_run_is_refused(flash_attn_4, changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "is_taken"),
-    [((8, 0), 64, False), ((9, 0), 192, True), ((10, 0), 128, True), ((10, 0), 192, False), ((10, 3), 256, True),
-     ((12, 0), 64, False), ((0, 0), 64, False)],
+    ("capability", "head_dim", "value_dim", "is_taken"),
+    [((8, 0), 64, 64, False), ((9, 0), 192, 192, True), ((10, 0), 128, 128, True), ((10, 0), 192, 192, False),
+     ((10, 3), 256, 256, True), ((12, 0), 64, 64, False), ((0, 0), 64, 64, False), ((9, 0), 256, 128, True),
+     ((10, 0), 192, 128, True), ((10, 0), 256, 128, False), ((10, 0), 128, 64, True)],
 )  # fmt: skip
-def test_the_gpus_that_it_runs_on(flash_attn_4, monkeypatch, capability, head_dim, is_taken):
+def test_the_gpus_that_it_runs_on(flash_attn_4, monkeypatch, capability, head_dim, value_dim, is_taken):
     machine = needs.Machine("cuda", capability, None)
     monkeypatch.setattr(needs, "_known_machine", lambda *_: machine)
     q = torch.empty(1, 4, 64, head_dim, dtype=torch.bfloat16)
-    assert (_why(q=q, k=q, v=q) is None) == is_taken
+    assert (_why(q=q, k=q, v=q[..., :value_dim]) is None) == is_taken
 
 
 def test_without_the_package_it_says_so():
@@ -342,6 +354,10 @@ ON_GPU = [
         ("sink", "packed", Shape(3, 6, 2, 300, 300, 64), torch.bfloat16),
         ("sink+affine+gate", "packed", Shape(2, 4, 2, 200, 555, 128), torch.bfloat16),
         ("affine", "packed_window", Shape(2, 4, 2, 300, 300, 64), torch.bfloat16),
+        ("sink", "causal", Shape(2, 4, 2, 300, 300, 192, 128), torch.bfloat16),
+        ("sink", "window7", Shape(2, 4, 2, 300, 300, 192, 128), torch.bfloat16),
+        ("affine_gated", "causal", Shape(2, 4, 2, 200, 555, 128, 64), torch.bfloat16),
+        ("softmax", "packed", Shape(2, 4, 2, 300, 300, 64, 32), torch.bfloat16),
     )
 ]
 

@@ -44,6 +44,7 @@ OPTIONS: dict[str, tuple[int, dict]] = {
     "narrow_values": (32, {}),
     "wide_values": (128, {}),
     "narrow_values+window": (32, {"mask": Mask(window=64)}),
+    "narrow_values+not_causal": (32, {"mask": Mask(causal=False)}),
     "narrow_values+softcap": (32, {"logit": SoftCap()}),
 }
 
@@ -157,7 +158,6 @@ def test_each_condition_of_the_sm90_kernels_has_its_own_sentence():
         ({"v": q[..., :32]}, "its kernels have values as wide as keys, not 32 channels for 64"),
     ):
         said = explain(**({"q": q, "k": q, "v": q} | arguments), sink=0.0, on="sm90")
-        assert "\ntriton: runs this call" in said
         assert f"{reason}\n" in said[said.index("\nsm90 forward: not taken, ") :]
 
 
@@ -173,11 +173,49 @@ def test_what_the_flash_and_the_decode_kernel_still_refuse_of_curves_and_widths(
 
 
 def test_explain_says_what_other_widths_of_values_cost():
-    q, k = torch.randn(1, 4, 9, 64), torch.randn(1, 2, 9, 64)
+    q, k = torch.randn(1, 4, 20, 64), torch.randn(1, 2, 20, 64)
     said = explain(q, k, k[..., :32], on="cpu")
     assert "\nwidths: 64 channels of q and k, 32 of v, filled with zeros up to 64: 33 % more multiplications\n" in said
     assert "\nwidths: 64 channels of q and k, 32 of v, as they are\n" in explain(q, k, k[..., :32], impl="blocked")
     assert "widths" not in explain(q, k, k)
+    on_cuda = [x.bfloat16() for x in (q, k, k[..., :32])]
+    said = explain(*on_cuda, on="sm90")
+    assert "forward: cudnn, PyTorch's cuDNN operator\nwidths: 64 channels of q and k, 32 of v, as they are\n" in said
+    for mask, machine in ((Mask(window=4), "sm90"), (Mask(), "sm80")):
+        said = explain(*on_cuda, mask, on=machine)
+        assert "\nsdpa: only by name, since zeros would fill up the narrower channels, and kernels of this " in said
+        assert "\nwidths: 64 channels of q and k, 32 of v, as they are\n" in said
+        said = explain(*on_cuda, mask, on=machine, impl="sdpa")
+        assert "\nwidths: 64 channels of q and k, 32 of v, filled with zeros up to 64: 33 % more multipl" in said
+
+
+@pytest.mark.parametrize(
+    ("widths", "changes", "kernel"),
+    [
+        ((64, 32), {}, "cudnn"),
+        ((64, 128), {}, "cudnn"),
+        ((192, 128), {}, "cudnn"),
+        ((192, 128), {"restrictions": ("window",)}, "flash2"),
+        ((192, 128), {"is_deterministic": True}, "flash2"),
+        ((192, 192), {}, "flash2"),
+        ((128, 192), {}, "flash2"),
+        ((256, 128), {}, "flash2"),
+        ((64, 60), {}, "flash2"),
+    ],
+    ids=str,
+)
+def test_widths_of_values_that_cudnn_reads_as_they_are(widths, changes, kernel):
+    q, v = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in widths)
+    f = needs.facts_of(checked_call(q, q, v), MACHINES["sm90"])._replace(**{"is_deterministic": False} | changes)
+    assert needs.sdpa(f) is None
+    assert plan.kernels("sdpa", f, needs.NO_SIZES).forward == kernel
+
+
+def test_the_widest_channels_are_those_that_the_operators_for_cuda_count():
+    q = torch.empty(1, 2, 64, 60, dtype=torch.bfloat16)
+    for value_dim, reason in ((60, "not 60"), (68, "not 68"), (264, "not 264"), (64, None)):
+        found = plan.why_not("sdpa", checked_call(q, q, q[..., :1].expand(-1, -1, -1, value_dim)), on="sm90")
+        assert found is None if reason is None else str(found).endswith(reason)
 
 
 def test_a_bias_that_needs_a_gradient_is_not_handed_to_a_stock_operator():

@@ -34,7 +34,8 @@ def _flash_attn_fwd(
 ):
     assert return_lse
     assert softmax_scale is not None
-    out, lse = torch.empty(q.shape, dtype=q.dtype), _empty_rows(q)
+    assert k.shape[:-1] == v.shape[:-1]
+    out, lse = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype), _empty_rows(q)
     if learnable_sink is not None:
         assert learnable_sink.shape == q.shape[-2:-1]
     for of_q, of_k, of_lse in _sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -66,7 +67,7 @@ def _flash_attn_bwd(
     learnable_sink: Tensor | None = None,
 ):
     assert softmax_scale is not None
-    assert out.shape == dout.shape == q.shape
+    assert out.shape == dout.shape == (*q.shape[:-1], v.shape[-1])
     assert out.dtype == dout.dtype == q.dtype
     assert 0 not in dout.stride()
     assert lse.shape == _empty_rows(q).shape
