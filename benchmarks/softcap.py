@@ -2,7 +2,7 @@
 
 Needs a GPU. Engine ``triton`` with a soft cap beside the same call without one, and beside FlexAttention with the same
 score_mod; bfloat16, GPU time. Each case is first checked against the tolerance rule, on a smaller shape. Rows go to
-benchmarks/results/softcap.csv, and ratios are to ``triton`` without a cap.
+benchmarks/results/softcap/, and ratios are to ``triton`` without a cap.
 """
 
 import argparse
@@ -44,14 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=RESULTS / "softcap.csv")
+    parser.add_argument("--output", type=Path, help="CSV to write; default: that of the device")
     options = parser.parse_args()
     device = torch.device("cuda")
     machine = record.provenance(device)
+    output = options.output or RESULTS / "softcap" / record.results_path(device).name
     for name in options.shapes:
         for mode in ("forward", "forward+backward"):
             rows = timed(name, SHAPES[name], mode, device, options.rounds)
-            record.update(options.output, [row | machine for row in rows])
+            record.update(output, [row | machine for row in rows])
             for row in rows:
                 shown = (row[x] for x in ("shape", "mode", "what", "ms_p50", "ratio", "error"))
                 print(" ".join(f"{x:24}" for x in shown), flush=True)
