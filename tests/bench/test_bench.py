@@ -15,7 +15,7 @@ from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.bench import timing as measure
 from affine_attn.bench.accuracy import Shape
 from affine_attn.bench.timing import Timing, side_by_side
-from benchmarks import cases, checks, generation, masks, plot, readme, record, run, steps, training
+from benchmarks import cases, checks, generation, masks, options, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 from tests.support.tiny_runs import counting_shards
@@ -221,6 +221,34 @@ def test_masks_are_rows_over_the_fastest_peer(monkeypatch, tmp_path, capsys):
     assert {row["baseline"] for row in of_window} == {"SDPA with a float mask"}  # the last is the fastest here
     assert {row["mode"] for row in rows} == {"masks"}
     assert "| window of 128: affine |" in "".join(readme.tables(rows))
+
+
+def test_options_are_timed_against_the_same_said_with_a_float_mask(monkeypatch, tmp_path):
+    monkeypatch.setattr(options, "SHAPE", replace(options.SHAPE, tq=96, tk=96))
+    monkeypatch.setattr(options, "CHECKED", 64)
+    ratios = iter((1.0, 1.2, 1.0, 1.2, 1.2, 1.2))
+
+    def turns(functions, baseline, *_, clock):
+        for function in functions.values():
+            function()
+        ratio = next(ratios)
+        return {name: Timing(1.0, 1.0, 1.0, 1.0 if name == baseline else ratio) for name in functions}
+
+    monkeypatch.setattr(options, "side_by_side", turns)
+    said = "bias, causal takes 1.2000, not 1.1; values of 32 channels takes 1.2000, not 1.05"
+    with pytest.raises(SystemExit, match=f"^{said}$"):
+        options.main(["--output", str(tmp_path / "cpu.csv")])
+    rows = record.read(tmp_path / "cpu.csv")
+    assert len(rows) == 12
+    assert {row["baseline"] for row in rows} == {options.SDPA, options.WIDE}
+
+
+@pytest.mark.parametrize("what", ["bias, causal", "allowed"])
+def test_a_float_mask_that_says_something_else_is_not_timed(what, monkeypatch):
+    monkeypatch.setattr(options, "CHECKED", 64)
+    monkeypatch.setattr(options, "float_mask", lambda case, tokens: torch.zeros(tokens, tokens))
+    with pytest.raises(SystemExit, match=r"^SDPA with the float mask is wrong: y"):
+        options.check(what, options.cases(64)[what])
 
 
 def test_generation_times_every_model(monkeypatch, tmp_path):
