@@ -13,6 +13,10 @@ class MissingPackage(UserError, ModuleNotFoundError):
     """An optional package is not installed; the message has the command that installs it."""
 
 
+class MissingDefinition(UserError, ImportError):
+    """The attention of a checkpoint is not defined here; the message names the module to import."""
+
+
 class FileError(UserError, OSError):
     """The operating system refuses a file, say because the disk is full; the message says what that means here."""
 

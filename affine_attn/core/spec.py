@@ -53,6 +53,19 @@ def check_counts(owner: str, least: int = 1, **values: Any) -> None:
             )
 
 
+class Table(dict[str, Any]):
+    """Definitions by name, to which anyone may add; ``modules``: which module has. A checkpoint names it."""
+
+    def __init__(self, **ours: Any):
+        super().__init__(ours)
+        self.modules: dict[str, str] = {}
+
+    def __setitem__(self, name: str, definition: Any) -> None:
+        # A function may be torch's own: where it was added says more than where it is from.
+        self.modules[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
+        super().__setitem__(name, definition)
+
+
 _LOGITS: dict[str, "type[Logit]"] = {}
 
 
@@ -207,7 +220,7 @@ def linear_clipping(x: Tensor) -> Tensor:
 
 
 # Of alpha: any function that maps each number to one.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
+ACTIVATIONS = Table(linear_clipping=linear_clipping, sigmoid=torch.sigmoid)
 
 
 @functools.cache
@@ -245,13 +258,13 @@ def twice_sigmoid(x: Tensor) -> Tensor:
     return 2 * torch.sigmoid(x)
 
 
-GATES: dict[str, Gate] = {
-    "elementwise": Gate(True, torch.sigmoid),
-    "headwise": Gate(False, torch.sigmoid),
+GATES = Table(
+    elementwise=Gate(True, torch.sigmoid),
+    headwise=Gate(False, torch.sigmoid),
     # The identity at the start. Like all gates in fp32 where x is not in 16 bits.
-    "elementwise_identity": Gate(True, twice_sigmoid, starts_at_zero=True),
-    "headwise_identity": Gate(False, twice_sigmoid, starts_at_zero=True),
-}
+    elementwise_identity=Gate(True, twice_sigmoid, starts_at_zero=True),
+    headwise_identity=Gate(False, twice_sigmoid, starts_at_zero=True),
+)
 LEARNED_GATE = 0.5  # where a learned gate starts, as alpha does
 
 
@@ -337,6 +350,13 @@ class AttentionSpec:
     def projected_gate(self) -> Gate | None:
         """The gate where it is one of W_g x; None where there is none, or one that does not read x."""
         return GATES.get(self.gate) if isinstance(self.gate, str) else None
+
+    @property
+    def modules(self) -> set[str]:
+        """Those that have added one of its stages to the family, which have to be imported before it can be made."""
+        added = {ACTIVATIONS.modules.get(self.affine.phi if self.affine else ""), GATES.modules.get(str(self.gate))}
+        logits = {type(part).__module__ for part in self.scores if part is not None}
+        return {name for name in added | logits if name and name != __name__}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_dict` is its inverse."""

@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleVariableOverride=false, reportAttributeAccessIssue=false
 
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import AttentionSpec, ScaleInvariant, check_counts
 from affine_attn.core.variants import variant
-from affine_attn.errors import UserError
+from affine_attn.errors import MissingDefinition, UserError
 from affine_attn.models.attn_implementation import NAME
 from affine_attn.models.folder import write_beside
 from affine_attn.nn.rope import Rope
@@ -31,6 +32,8 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# In config.json: the modules that have defined its attention, where that is not of this package.
+DEFINED_IN = "attention_defined_in"
 # Of the code in a saved folder.
 MODULE = "modeling_affine_attn"
 OWN_ROPE_TYPES = ("p_rope", "p_rope_top", "nope")
@@ -147,7 +150,23 @@ class AffineAttnConfig(LlamaConfig):
 
     def to_dict(self) -> dict[str, Any]:
         # That of what will be written: what was read may have named other files.
-        return super().to_dict() | {"auto_map": dict(type(self).auto_map)}
+        written = super().to_dict() | {"auto_map": dict(type(self).auto_map)}
+        modules = set().union(*(self.spec(layer).modules for layer in range(self.num_hidden_layers)))
+        return written | {DEFINED_IN: sorted(modules)} if modules else written
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        missing = [name for name in config_dict.get(DEFINED_IN, ()) if name not in sys.modules]
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except UserError as error:
+            if not missing:
+                raise
+            names = ", ".join(missing)
+            raise MissingDefinition(
+                f"the attention of this checkpoint is defined in {names}: import that first "
+                f"(commands: --import {missing[0]}, or --import with its file)"
+            ) from error
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save config.json, and beside it the code that ``trust_remote_code=True`` runs and a model card."""

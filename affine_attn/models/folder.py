@@ -91,7 +91,13 @@ def _attention(config: Any, layers: list[AttentionSpec]) -> str:
         about = f"`{named}` | {VARIANTS[named].formula} | {VARIANTS[named].source}" if named else "its own | |"
         rows.append(f"| {which} | {about} | {window or 'none'} |")
     specs = "\n".join(dict.fromkeys(f"    {json.dumps(spec.to_dict())}" for spec in layers))
-    return "\n".join(rows) + f"\n\n{specs}\n"
+    modules = sorted(set().union(*(spec.modules for spec in layers)))
+    own = (
+        f"\nDefined in {', '.join(f'`{name}`' for name in modules)}, which has to be imported first.\n"
+        if modules
+        else ""
+    )
+    return "\n".join(rows) + f"\n\n{specs}\n{own}"
 
 
 def _unsized(spec: AttentionSpec) -> dict[str, Any]:

@@ -2,21 +2,28 @@
 
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from affine_attn import AttentionSpec
 from affine_attn.cli import app
-from affine_attn.cli.imports import ENTRY_POINTS
+from affine_attn.cli.imports import ENTRY_POINTS, import_definitions
 from affine_attn.core.variants import VARIANTS
 from affine_attn.distill.recipes import recipe
+from affine_attn.distill.run import run
 from affine_attn.errors import UserError
+from affine_attn.models.configuration import DEFINED_IN
 from affine_attn.runs.files import read_object
 from affine_attn.runs.layout import RECIPE
 from tests.support.tiny_runs import LENGTH, counting_shards, metrics, tiny
 
+ROOT = Path(__file__).parents[2]
 OWN = """
 from dataclasses import dataclass
 
@@ -96,18 +103,41 @@ def test_a_variant_of_ones_own_goes_from_training_to_the_report(own, tmp_path):
     assert [row["loss"] for row in metrics(tmp_path / "again")] == [row["loss"] for row in metrics(run)]
 
 
-def test_a_checkpoint_of_ones_own_without_its_import_says_what_is_missing(own, tmp_path):
+def test_a_checkpoint_of_ones_own_names_the_module_that_is_missing(own, tmp_path):
+    """In fresh processes, since this one has imported it."""
     data = counting_shards(tmp_path)
-    from affine_attn.cli.imports import import_definitions
-    from affine_attn.core import spec
-    from affine_attn.distill.run import run
-
     import_definitions(own)
     run(tiny(data, attention="own"), tmp_path / "run")
-    spec._LOGITS.pop("own_slope")
-    said = refused("eval", "run/model", "--shards", str(data))
-    assert "got 'own_slope'" in said
-    assert "commands: --import FILE" in said
+    folder = tmp_path / "run" / "model"
+    assert read_object(folder / "config.json")[DEFINED_IN] == ["my_variants"]
+    assert "Defined in `my_variants`" in (folder / "README.md").read_text()
+    said = (
+        "the attention of this checkpoint is defined in my_variants: import that first "
+        "(commands: --import my_variants, or --import with its file)"
+    )
+    command = ["-m", "affine_attn.cli", "eval", "run/model", "--shards", str(data), "--length", str(LENGTH)]
+    assert fresh(*command) == (2, f"{said}\n")
+    assert fresh(*command, "--import", "my_variants")[0] == 0
+    load = "from affine_attn.models import AffineAttnForCausalLM as model; model.from_pretrained('run/model')"
+    code, error = fresh("-c", load)
+    assert code == 1
+    assert error.splitlines()[-1] == f"affine_attn.errors.MissingDefinition: {said}"
+    assert fresh("-c", f"import my_variants; {load}")[0] == 0
+
+
+def fresh(*arguments: str) -> tuple[int, str]:
+    """The exit code and the errors of a Python of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), "."))}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "spec", [{"logit": {"kind": "own_slope"}}, {"affine": {"phi": "own_phi"}}, {"gate": "own_gate"}, {"gate": 0.5}]
+)
+def test_a_spec_knows_the_modules_of_its_stages(spec, own):
+    import_definitions(own)
+    assert AttentionSpec.from_dict(spec).modules == (set() if spec == {"gate": 0.5} else {"my_variants"})
 
 
 def test_what_cannot_be_imported_is_one_line(own, tmp_path):
