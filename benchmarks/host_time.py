@@ -5,7 +5,9 @@ F.scaled_dot_product_attention. Of every tree, this one and the commit's, a proc
 turns, and in each so do ours and the peer. What counts is CPU time, with one thread; a number is the median of the
 rounds, ratios are taken within a round.
 
-With ``--cuda`` the cases are small eager calls on a GPU and their wall time, which goes to host/cuda.csv.
+With ``--cuda`` the cases are small eager calls on a GPU and their wall time, which goes to host/cuda.csv: "cuda" is one
+call and its backward, "layers" a call of 16, each of which takes the output of the one before, with one backward. A
+lone call waits twice for torch's thread of the device to wake up, and finds its caches cold.
 ``--against`` takes a folder as well, for a machine that has no git repository.
 
 Case "sm90": forward and backward as on Hopper, with tensors on the CPU, an invented GPU and launches that do nothing.
@@ -40,8 +42,9 @@ CASES = [
     (HOPPER, "affine", "causal", "sm90"),
     (HOPPER, "affine_gated", "causal", "sm90"),
     *((GENERATED, stages, "mini", "generate") for stages in STAGES),
-    *((ON_GPU, stages, "causal", "cuda") for stages in (*STAGES, "affine_gated")),
+    *((ON_GPU, stages, "causal", mode) for mode in ("cuda", "layers") for stages in (*STAGES, "affine_gated")),
 ]
+MODES_ON_GPU, LAYERS = ("cuda", "layers"), 16
 Case = tuple[tuple[int, ...], str, str, str]
 
 
@@ -65,7 +68,7 @@ def main() -> None:
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
                 tree.extractall(folder, filter="data")
             trees["then"] = folder
-        cases = [case for case in CASES if options.only in name_of(case) and (case[3] == "cuda") == options.cuda]
+        cases = [case for case in CASES if options.only in name_of(case) and (case[3] in MODES_ON_GPU) == options.cuda]
         rows = compare(trees, cases, options.rounds)
     if not options.only:
         file_name = "cuda.csv" if options.cuda else "cpu.csv"
@@ -138,7 +141,7 @@ def serve(tree: str) -> None:
         # In turns, so that what slows the machine slows both.
         # A generation is many calls already.
         turns, many = (1, 1) if CASES[at][3] == "generate" else (5, 10)
-        timed = functools.partial(seconds, is_cuda=CASES[at][3] == "cuda", many=many)
+        timed = functools.partial(seconds, is_cuda=CASES[at][3] in MODES_ON_GPU, many=many)
         parts = [(timed(ours), 0.0 if peer is None else timed(peer)) for _ in range(turns)]
         print(*(1e6 * median(part) for part in zip(*parts, strict=True)), flush=True)
 
@@ -170,9 +173,9 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
         return generations(case)
     (batch, heads, kv_heads, tokens, dim), stages, mask_name, mode = case
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if mode in ("sm90", "cuda") else torch.float32
+    dtype = torch.bfloat16 if mode in ("sm90", *MODES_ON_GPU) else torch.float32
     # Not as the default device, which is a mode that slows every function of torch.
-    device = "cuda" if mode == "cuda" else "cpu"
+    device = "cuda" if mode in MODES_ON_GPU else "cpu"
     q, dy = (torch.randn(batch, heads, tokens, dim, dtype=dtype, device=device) for _ in range(2))
     k, v = (torch.randn(batch, kv_heads, tokens, dim, dtype=dtype, device=device) for _ in range(2))
     tensors = [q, k, v]
@@ -197,16 +200,20 @@ def calls(case: Case) -> tuple[Callable, Callable | None]:
     if mode == "sm90":
         invent_hopper()
 
+    layers = LAYERS if mode == "layers" else 1
+
     def run(y_of: Callable, inputs: list) -> None:
+        y = q
         with grad():
-            y = y_of()
+            for _ in range(layers):
+                y = y_of(y)
         if backward:
             torch.autograd.grad(y, inputs, dy)
 
-    def peer() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def peer(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, k, v, is_causal=True, enable_gqa=True)
 
-    ours = lambda: run(lambda: attention(q, k, v, mask, **named), tensors)  # noqa: E731
+    ours = lambda: run(lambda x: attention(x, k, v, mask, **named), tensors)  # noqa: E731
     return ours, None if mode == "sm90" else lambda: run(peer, [q, k, v])
 
 

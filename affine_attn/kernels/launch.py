@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class Prepared:
 
     At each launch Triton looks at every argument to find the kernel that it has compiled for such ones, which takes
     longer than a small kernel runs. Here the numbers are always the same, so that a compiled kernel is remembered by
-    what else Triton's choice depends on.
+    what else Triton's choice depends on, and started as torch's own compiled programs start theirs.
     """
 
     def __init__(
@@ -90,10 +90,11 @@ class Prepared:
 
     def __call__(self, **tensors: Tensor | None) -> None:
         kernel = function(self.kernel)
-        if kernel is self._function and not kernel.pre_run_hooks:
-            known = self._known.get(_key(tensors))
+        if kernel is self._function and not _is_watched(kernel):
+            device = _triton().driver.active.get_current_device()
+            known = self._known.get(_key(device, tensors))
             if known is not None:
-                known.launch(tensors.values())
+                known.launch(device, tensors)
                 return
         given = {
             name: self.tiles[name].of(x) if name in self.tiles and x is not None else x for name, x in tensors.items()
@@ -104,7 +105,8 @@ class Prepared:
             return
         if kernel is not self._function:
             self._function, self._known = kernel, {}
-        self._known[_key(tensors)] = _Compiled.of(compiled, self.grid, kernel.arg_names, given, self.numbers)
+        device = _triton().driver.active.get_current_device()
+        self._known[_key(device, tensors)] = _Compiled.of(compiled, self.grid, kernel.arg_names, given, self.numbers)
 
 
 def prepared(make: Callable[..., Prepared]) -> Callable[..., Prepared]:
@@ -117,9 +119,12 @@ class _Compiled(NamedTuple):
     """A compiled kernel with its arguments in order."""
 
     run: Callable[..., None]
+    grid: tuple[int, ...]  # of three axes
+    function: Any
+    metadata: Any
     arguments: list[Any]
-    places: list[int]  # of tensors among them
-    descriptors: list[tuple[int, type, dict[str, Any]]]  # place, class and attributes
+    places: dict[str, int]  # of tensors among them
+    descriptors: dict[str, tuple[type, dict[str, Any]]]  # class and attributes of those that TMA copies
 
     @classmethod
     def of(
@@ -127,24 +132,29 @@ class _Compiled(NamedTuple):
     ) -> "_Compiled":
         """Keep no tensor, whose memory would never be free again."""
         arguments = [None if name in given else numbers[name] for name in names]
-        places = {name: names.index(name) for name in given}
-        descriptors = [
-            (places[name], type(x), vars(x) | {"base": None})
+        descriptors = {
+            name: (type(x), vars(x) | {"base": None})
             for name, x in given.items()
             if x is not None and not isinstance(x, Tensor)
-        ]
-        return cls(compiled[(*grid, 1, 1)[:3]], arguments, list(places.values()), descriptors)
+        }
+        places = {name: names.index(name) for name, x in given.items() if x is not None}
+        kernel = compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+        return cls(*kernel, arguments, places, descriptors)
 
-    def launch(self, tensors: Iterable[Tensor | None]) -> None:
+    def launch(self, device: int, tensors: dict[str, Tensor | None]) -> None:
         arguments = self.arguments.copy()
-        for place, x in zip(self.places, tensors, strict=True):
-            arguments[place] = x
-        for place, kind, attributes in self.descriptors:
+        for name, place in self.places.items():
+            x = tensors[name]
+            if name not in self.descriptors:
+                # An address: of a tensor Triton would ask the driver whether it is one of the device.
+                arguments[place] = x.data_ptr()
+                continue
+            kind, attributes = self.descriptors[name]
             # Not by its constructor, which would check again what does not change.
-            descriptor = object.__new__(kind)
-            vars(descriptor).update(attributes, base=arguments[place])
-            arguments[place] = descriptor
-        self.run(*arguments)
+            arguments[place] = descriptor = object.__new__(kind)
+            vars(descriptor).update(attributes, base=x)
+        stream = _triton().driver.active.get_current_stream(device)
+        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *arguments)
 
 
 class _Triton(NamedTuple):
@@ -165,15 +175,19 @@ def _triton() -> _Triton:
     return _Triton(driver, knobs.runtime, knobs.compilation, CompiledKernel)
 
 
-def _key(tensors: dict[str, Tensor | None]) -> tuple:
+def _is_watched(kernel: Any) -> bool:
+    """Return True if somebody, a profiler say, asked Triton to be told of launches."""
+    runtime = _triton().runtime
+    return bool(kernel.pre_run_hooks or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _key(device: int, tensors: dict[str, Tensor | None]) -> tuple:
     """Return what Triton's choice of a compiled kernel depends on besides numbers: the device, settings, types, and
     whether addresses are multiples of 16."""
-    driver, runtime, compilation, _ = _triton()
-    key: list[Any] = [driver.active.get_current_device(), runtime.debug, compilation.instrumentation_mode]
-    key.append(getattr(runtime, "add_stages_inspection_hook", None))  # since Triton 3.7
-    for name, x in tensors.items():
-        key += (name,) if x is None else (name, x.dtype, x.data_ptr() % 16 == 0)
-    return tuple(key)
+    _, runtime, compilation, _ = _triton()
+    inspection = getattr(runtime, "add_stages_inspection_hook", None)  # since Triton 3.7
+    kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
+    return (device, runtime.debug, compilation.instrumentation_mode, inspection, *tensors, *kinds)
 
 
 def strides(x: Tensor | tuple[int, ...] | None, letter: str, axes: str = "bht") -> dict[str, int]:
