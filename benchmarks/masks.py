@@ -1,8 +1,9 @@
-"""Times masks, ALiBi and grouped-query decoding on a CPU against the best of torch alone: python -m benchmarks.masks
+"""Times masks, distance logits and decoding on a CPU against the best of torch alone: python -m benchmarks.masks
 
 The peers are those of affine_attn/bench/peers.py; ratios refer to the fastest of them on this machine. What counts is
 CPU time, with one thread; cases take turns in every round. `make bench` does the same on a CPU. Rows go to
-benchmarks/results/<device>.csv. Ours and every peer are first checked against the reference, at a length that suits it.
+benchmarks/results/<device>.csv. Ours and every peer are first checked against the reference, at a length that suits it;
+the scale-invariant logit, for which torch has none, is timed over plain causal attention.
 """
 
 import argparse
@@ -20,9 +21,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from affine_attn import Alibi, Mask, attention
+from affine_attn import Alibi, Mask, ScaleInvariant, attention
 from affine_attn.bench import peers
 from affine_attn.bench.timing import side_by_side
+from affine_attn.core.spec import Logit
 from benchmarks import record
 from benchmarks.record import Row
 
@@ -44,7 +46,8 @@ class Case(NamedTuple):
     mask: Mask
     peers: dict[str, Peer]
     real: Tensor | None = None  # rows that the peers compute, [B, T]; None: all
-    logit: Alibi | None = None
+    logit: Logit | None = None
+    is_yardstick: bool = False  # the peers compute something else, and are not checked
 
 
 def documents(tokens: int) -> Case:
@@ -66,6 +69,21 @@ def padding(tokens: int, on_the_left: bool) -> Case:
     return Case(what, Mask(padding=real), {"SDPA on the real parts": parts}, real)
 
 
+def padding_of_tokens(tokens: int) -> Case:
+    """Padding on the right that is another document too: its queries see nothing."""
+    case = padding(tokens, on_the_left=False)
+    assert case.real is not None
+    mask = Mask(padding=case.real, documents=case.real.byte())
+    return case._replace(what="padding on the right, of tokens", mask=mask)
+
+
+def padding_of_all_rows(tokens: int) -> Case:
+    """The same over a peer that computes the queries at padding, too."""
+    case = padding(tokens, on_the_left=False)
+    what = "padding on the right, over all rows"
+    return case._replace(what=what, peers={"SDPA on all rows": peers.causal})
+
+
 def window(tokens: int) -> Case:
     mask = Mask(window=WINDOW)
     blocks = {
@@ -84,6 +102,12 @@ def alibi(tokens: int) -> Case:
     return Case("alibi", Mask(), {"SDPA with a float mask": with_mask}, logit=Alibi())
 
 
+def scale_invariant(tokens: int) -> Case:
+    """Over plain causal attention: torch alone has no operator for it."""
+    peer = {"SDPA, plain scores": peers.causal}
+    return Case("scale_invariant", Mask(), peer, logit=ScaleInvariant(), is_yardstick=True)
+
+
 def _dense(mask: Mask, tokens: int) -> dict[str, Peer]:
     everything = slice(0, tokens)
     visible = mask.visible(tokens, tokens, DEVICE, everything, everything)
@@ -95,8 +119,11 @@ CASES: tuple[Callable[[int], Case], ...] = (
     documents,
     functools.partial(padding, on_the_left=True),
     functools.partial(padding, on_the_left=False),
+    padding_of_tokens,
+    padding_of_all_rows,
     window,
     alibi,
+    scale_invariant,
 )
 
 
@@ -132,10 +159,7 @@ def inputs_of(batch: int, tokens: int) -> dict[str, Any]:
 def ours_of(case: Case, inputs: dict[str, Any], impl: str = "auto") -> dict[str, Callable[[], Tensor]]:
     qkv = {name: inputs[name] for name in ("q", "k", "v")}
     options = {"mask": case.mask, "logit": case.logit, "impl": impl}
-    found = {"softmax": lambda: attention(**qkv, **options)}
-    if case.logit is None:
-        found["affine"] = lambda: attention(**inputs, **options)
-    return found
+    return {"softmax": lambda: attention(**qkv, **options), "affine": lambda: attention(**inputs, **options)}
 
 
 def check(case: Case) -> None:
@@ -144,7 +168,8 @@ def check(case: Case) -> None:
     exact, ours = ours_of(case, inputs, "reference"), ours_of(case, inputs)
     leaves = [inputs[name] for name in ("q", "k", "v")]
     checked = [(name, ours[name], exact[name]) for name in ours]
-    checked += [(name, functools.partial(peer, *leaves), exact["softmax"]) for name, peer in case.peers.items()]
+    if not case.is_yardstick:
+        checked += [(name, functools.partial(peer, *leaves), exact["softmax"]) for name, peer in case.peers.items()]
     for name, function, truth in checked:
         (found, gradients), (expected, true_gradients) = (
             _with_gradients(f, leaves, case.real) for f in (function, truth)

@@ -78,8 +78,9 @@ def tables(rows: list[Row]) -> list[str]:
         ]
     if masks := _of("masks", rows):
         parts += [
-            "Masks and ALiBi (forward + backward) and a decoded token, at so many tokens: CPU time of one thread, "
-            f"ratio to the fastest of what torch alone has, named in the CSV (milliseconds); {_commits(masks)}:",
+            "Masks and distance logits (forward + backward) and a decoded token, at so many tokens: CPU time of one "
+            "thread, ratio to the fastest of what torch alone has, named in the CSV (milliseconds); "
+            f"{_commits(masks)}:",
             _table(masks, _ratio_and_ms),
         ]
     if generation := _of("generation", rows):

@@ -36,6 +36,7 @@ class Piece(NamedTuple):
     width: int | None = None  # of a band: a row sees so many keys, from the one after the first of the row before
     blocks: int = 1  # blocks of as many rows, which ``hidden`` is for
     kept: Tensor | None = None  # what ``hidden`` returns, where it is small
+    factor: Tensor | None = None  # of the scores
     is_second: bool = False  # the rows have another piece, with other keys
 
     @property

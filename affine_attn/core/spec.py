@@ -80,6 +80,7 @@ class Logit:
     kind: ClassVar[str]  # its name in JSON and operators
     needs_causal = True  # refuse Mask(causal=False)
     same_in_all_heads = False  # else tensor parallelism refuses it: a rank knows only its own heads
+    by_distance_alone = False  # coefficients read neither the count nor the head, so a table of them may be kept
     has_curve: ClassVar[bool]
     has_coefficients: ClassVar[bool]
 
@@ -120,6 +121,7 @@ class ScaleInvariant(Logit):
     tau: float = 10.0
     kind = "scale_invariant"
     same_in_all_heads = True
+    by_distance_alone = True
 
     def __post_init__(self):
         if not (is_number(self.tau) and self.tau > 0):

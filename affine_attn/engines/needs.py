@@ -30,6 +30,8 @@ from affine_attn.kernels.sm90.backward import LENGTHS as SM90_LENGTHS
 from affine_attn.kernels.sm90.forward import STAGES as SM90_STAGES
 from affine_attn.kernels.sm90.scheduler import can_be_copied
 
+# What PyTorch's operator for the CPU can be given: LogN is in q, ALiBi a float mask.
+OFFSETS = (type(None), LogN, Alibi)
 # The most queries of the decode engine.
 MAX_QUERIES = 16
 # Heads of all sequences together: CUDA's limit for the second axis of a grid.
@@ -430,10 +432,9 @@ def sdpa(f: Facts) -> str | None:
     if (reason := transforms(f)) is not None:
         return reason
     is_on_cpu = f.machine.device == "cpu"
-    if f.logit not in (type(None), LogN) and not (is_on_cpu and f.logit is Alibi):
-        known = "LogN or Alibi" if is_on_cpu else "LogN"
-        return f"a stock kernel has plain scores, or those of {known}, not the {f.logit.__name__} logit"
-    # Its operator for the CPU adds a float mask to the scores.
+    if f.logit not in (type(None), LogN) and not is_on_cpu:
+        return f"a stock kernel has plain scores, or those of LogN, not the {f.logit.__name__} logit"
+    # The operator for the CPU adds a float mask to the scores, and matmuls in torch have factors for them too.
     if (reason := plain_scores(f._replace(has_bias=False) if is_on_cpu else f)) is not None:
         return reason
     if f.has_bias_grad:

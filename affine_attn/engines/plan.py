@@ -50,6 +50,7 @@ KERNELS = {
     "flash2": "PyTorch's flash operator",
     "flash_for_cpu": "PyTorch's flash operator for the CPU",
     "cpu_masks": "PyTorch's flash operator for the CPU, a call for each piece of the mask",
+    "cpu_scores": "torch's matmuls, a call for each block of rows of the mask's pieces",
     "flash": "flash kernels of this package",
     "decode": "the decode kernel",
     "flex": "FlexAttention",
@@ -134,6 +135,8 @@ def fa4(f: Facts) -> str:
 def stock(f: Facts) -> str:
     """Return the operator of PyTorch that has plain attention with its log-sum-exp."""
     if f.machine.device == "cpu":
+        if f.logit not in needs.OFFSETS:
+            return "cpu_scores"
         return "cpu_masks" if f.restrictions or f.logit is Alibi or f.has_bias else "flash_for_cpu"
     return "cudnn" if needs.cudnn(f) is None else "flash2"
 

@@ -1,7 +1,8 @@
 """Engine ``sdpa``: PyTorch's own fused attention, plus the row-wise epilogue, as one differentiable operator.
 
 Which aten operator runs depends on the machine: cuDNN or flash on CUDA; on the CPU flash-for-CPU, which does masks and
-distance biases piece by piece. On Hopper the sm90 kernels do some forwards and backwards whole (kernels/sm90).
+distance biases piece by piece, while logits with factors are matmuls in torch. On Hopper the sm90 kernels do some
+forwards and backwards whole (kernels/sm90).
 """
 
 from dataclasses import replace
@@ -15,13 +16,18 @@ from affine_attn.engines.compose import compose
 from affine_attn.engines.plan import OF_ONE_WIDTH
 from affine_attn.kernels.sm90 import backward, forward
 
+_ON_CPU = {
+    "cpu_masks": (cpu_masks.attend, cpu_masks.attend_backward),
+    "cpu_scores": (cpu_masks.attend_with_factors, cpu_masks.attend_with_factors_backward),
+}
+
 
 def _attend(call: Call, kernel: str | None) -> tuple[Tensor, Tensor]:
     if call.q.shape[3] != call.v.shape[3] and kernel in OF_ONE_WIDTH:
         o, z = _attend(_in_one_width(call), kernel)
         return o[..., : call.value_dim].contiguous(), z
-    if kernel == "cpu_masks":
-        return cpu_masks.attend(call)
+    if kernel in _ON_CPU:
+        return _ON_CPU[kernel][0](call)
     return aten.forward(kernel, call.q, call.k, call.v, call.scale, call.mask.causal, call.mask.window)
 
 
@@ -33,8 +39,8 @@ def _attend_backward(
         do, out = (_widened(x, wide.value_dim) for x in (do, out))
         dq, dk, dv = _attend_backward(wide, kernel, do, out, lse)
         return dq[..., : call.q.shape[3]], dk[..., : call.q.shape[3]], dv[..., : call.value_dim]
-    if kernel == "cpu_masks":
-        return cpu_masks.attend_backward(call, do, out, lse)
+    if kernel in _ON_CPU:
+        return _ON_CPU[kernel][1](call, do, out, lse)
     m = call.mask
     return aten.backward(kernel, do, call.q, call.k, call.v, out, lse, call.scale, m.causal, m.window)
 
@@ -53,7 +59,7 @@ run = compose(
     "sdpa",
     _attend,
     _attend_backward,
-    ("flash_for_cpu", "cpu_masks"),
+    ("flash_for_cpu", *_ON_CPU),
     {"sm90": forward.forward},
     {"sm90": backward.backward},
 )

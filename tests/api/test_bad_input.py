@@ -172,10 +172,7 @@ BAD: dict[str, tuple[Callable, str]] = {
     "impl_list": (call(impl=["sdpa"]), r"^impl must be one of .*, got \['sdpa'\]"),
     "unknown_impl": (call(impl="flash"), r"^impl must be one of \['auto', .*'reference'.*\], got 'flash'"),
     "unknown_impl_explained": (lambda: explain(Q, K, V, impl="flash"), r"^impl must be one of .*got 'flash'"),
-    "sdpa_distance": (
-        call(impl="sdpa", logit=ScaleInvariant()),
-        r"^impl='sdpa' cannot run this call: .*ScaleInvariant logit",
-    ),
+    "sdpa_curve": (call(impl="sdpa", logit=SoftCap()), r"^impl='sdpa' cannot run this call: .*SoftCap curve"),
     "sdpa_empty_rows": (
         call(impl="sdpa", k=K[:, :, :3], v=V[:, :, :3]),
         r"^impl='sdpa' cannot .*more queries than keys",
@@ -305,11 +302,9 @@ def test_bad_input_gets_one_line_that_names_it(case, monkeypatch):
 
 
 def test_explain_names_the_engine_that_runs_and_why_the_others_do_not():
-    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, logit=ScaleInvariant()).splitlines())
+    lines = dict(line.split(": ", 1) for line in explain(Q, K, V, logit=SoftCap()).splitlines())
     assert lines["blocked"].startswith("runs this call")
-    assert lines["sdpa"] == (
-        "cannot, a stock kernel has plain scores, or those of LogN or Alibi, not the ScaleInvariant logit"
-    )
+    assert lines["sdpa"] == "cannot, its kernels do not know the SoftCap curve"
     assert lines["reference"] == "could, but blocked is preferred"
     assert lines["triton"] == lines["decode"] == "cannot, Triton kernels need a CUDA device"
     assert list(lines)[: len(ENGINES)] == list(ENGINES)

@@ -194,7 +194,7 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
 
 
-@pytest.mark.parametrize("make", masks.CASES)
+@pytest.mark.parametrize("make", [make for make in masks.CASES if not make(128).is_yardstick])
 def test_masks_are_timed_against_peers_that_are_right(make, monkeypatch):
     monkeypatch.setattr(masks, "CHECKED", 128)
     masks.check(case := make(128))
