@@ -170,7 +170,20 @@ def decoder_mask(
         real = None if attention_mask is None else attention_mask[:, seen:]
         if _documents(position_ids.expand(batch, -1), real) is not None:
             raise UserError(f"position_ids restart after {seen} cached tokens: packed sequences must come at once")
+    if document_ids is None and empty and _ends_in_padding(attention_mask, queries):
+        # Said of tokens: the hidden states of padding are read by nobody, so its queries need not be computed.
+        document_ids = attention_mask.bool().byte()
     return prepare(batch, queries, slots, tokens.device, seen, dropped, attention_mask, document_ids)
+
+
+def _ends_in_padding(padding: Tensor | None, queries: int) -> bool:
+    """Return True on a CPU if some row has its padding on the right, where queries see the keys before them.
+
+    Elsewhere to ask would wait for the device, and under a compiler it would cut the graph.
+    """
+    if padding is None or padding.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return padding.shape[1] == queries > 1 and not bool(padding[:, -1].all())
 
 
 def _documents(position_ids: Tensor, padding: Tensor | None) -> Tensor | None:

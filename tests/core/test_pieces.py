@@ -110,6 +110,13 @@ def test_padding_is_in_no_piece():
     assert (rest.sequences, rest.rows, rest.keys) == (slice(1, 3), slice(300, 400), slice(300, 400))
 
 
+def test_padding_that_is_another_document_is_in_no_piece():
+    real = torch.arange(400)[None] < torch.tensor([[400], [100]])
+    (whole, part) = pieces_of(Mask(padding=real, documents=real.byte()), 400, 400, CPU).pieces
+    assert (whole.sequences, whole.rows, whole.is_causal) == (slice(0, 1), slice(0, 400), True)
+    assert (part.sequences, part.rows, part.keys, part.is_causal) == (slice(1, 2), slice(0, 100), slice(0, 100), True)
+
+
 def test_cached_keys_are_a_rectangle_before_the_square():
     older, own = pieces_of(Mask(lengths=torch.tensor([900])), 100, 1000, CPU).pieces
     assert (older.keys, older.is_causal, older.is_second) == (slice(0, 800), False, False)

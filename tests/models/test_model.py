@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
+from affine_attn.core.pieces import pieces_of
 from affine_attn.core.spec import GATES
 from affine_attn.models import (
     PRESETS,
@@ -34,6 +36,7 @@ from affine_attn.models import (
     preset,
 )
 from affine_attn.models.collect import collect_statistics
+from affine_attn.models.masks import decoder_mask
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.rope import Rope
 from tests.support.hf import SIZES, left_padded, tiny_config, tiny_model
@@ -76,6 +79,21 @@ def test_padding_changes_nothing(name):
     right = torch.cat((tokens[:, 4:], torch.zeros_like(tokens[:, :3])), 1)
     valid = torch.cat((torch.ones_like(tokens[:, 4:]), torch.zeros_like(tokens[:, :3])), 1)
     torch.testing.assert_close(model(right, valid).logits[:1, :6], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_queries_of_padding_on_the_right_are_not_computed():
+    """Those of padding on the left see nothing anyway."""
+    tokens, left = left_padded()
+    for mask, has_documents in ((left, False), (left.flip(1), True), (torch.ones_like(left), False)):
+        found = decoder_mask(tokens, mask).mask
+        assert (found.documents is not None) == has_documents
+        pieces = pieces_of(found, *tokens.shape[1:], *tokens.shape[1:], tokens.device).pieces
+        rows = sum((p.rows.stop - p.rows.start) * len(range(*p.sequences.indices(len(tokens)))) for p in pieces)
+        assert rows == mask.sum()
+    cached = DynamicCache(config=tiny_model().config)
+    cached.update(*torch.zeros(2, len(tokens), 2, 3, 8), 0)
+    grown = F.pad(left.flip(1), (0, 3), value=1)
+    assert decoder_mask(tokens, grown, cached).mask.documents is None
 
 
 @pytest.mark.parametrize("name", VARIANTS)
