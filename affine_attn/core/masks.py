@@ -26,7 +26,7 @@ class Mask:
     """Which keys a query sees; all restrictions combine. Queries are the last Tq of the Tk (or ``lengths``) slots."""
 
     causal: bool = True  # no key after the query's own
-    window: int | None = None  # keys visible at most, the query's own included; needs causal
+    window: int | None = None  # keys visible at most, the query's own included; needs causal or window_after
     documents: Tensor | None = None  # int [B, Tk], equal ids see each other
     padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only
     lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible

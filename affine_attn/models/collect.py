@@ -94,7 +94,7 @@ class _Sums:
     def __init__(self, layer: AttentionLayer, keep: bool):
         self.layer, self.keep = layer, keep
         self.sums: dict[str, Tensor] = {}
-        self.rows = self.pairs = 0
+        self.rows, self.pairs = 0, torch.zeros((), dtype=torch.int64)
         self.largest: Tensor | None = None
         self.queries: list[AttentionStats] = []
         self.query_alpha: list[Tensor] = []
@@ -104,7 +104,8 @@ class _Sums:
         if mask.padding is not None:
             raise UserError("statistics count every query: give batches without padding, such as one text at a time")
         stats = attention_stats(**{name: value for name, value in call.items() if name not in ("v", "gate")})
-        pairs = mask.count(q.shape[2], k.shape[2], q.device).expand(q.shape[0], 1, q.shape[2]).sum(-1)
+        # [B, 1], or [B, H] where heads see different pairs.
+        pairs = mask.count(q.shape[2], k.shape[2], q.device).expand(q.shape[0], -1, q.shape[2]).sum(-1)
         new = {name: getattr(stats, name).sum((0, 2), dtype=torch.float64) for name in _ROWS}
         new["mean_logit"] = (stats.mean_logit.double() * pairs).sum(0)
         if alpha is not None:
@@ -113,7 +114,7 @@ class _Sums:
             new["alpha"], new["alpha_saturated"] = alpha.sum((0, 2), dtype=torch.float64), at_end.double().sum((0, 2))
         self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
         self.rows += q.shape[0] * q.shape[2]
-        self.pairs += pairs.sum()
+        self.pairs = self.pairs + pairs.sum(0)
         largest = stats.max_logit.amax(0)
         self.largest = largest if self.largest is None else torch.maximum(largest, self.largest)
         if self.keep:

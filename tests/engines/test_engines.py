@@ -1,5 +1,6 @@
 """Every engine, every case: y and every gradient within the tolerance rule of the float64 reference."""
 
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -327,6 +328,30 @@ def test_the_fast_engine_takes_the_plain_cases():
     }
     masks = {name for name, make in MASKS.items() if any(c.mask is make for c in taken)}
     assert masks == set(MASKS)
+
+
+def test_every_option_of_the_table_meets_every_stage():
+    masks = {make: name for name, make in (MASKS | PAIR_MASKS).items()}
+
+    def options(c: Case) -> set:
+        found = {"soft cap": c.spec.scores.curve is not None, "bias": c.bias is not None}
+        found["allowed"] = c.mask(c.shape, torch.device("cpu")).allowed is not None
+        found["two-sided"] = masks[c.mask] in ("two_sided", "after", "all_both_ways")
+        width = c.shape.value_dim
+        return {name for name, has_it in found.items() if has_it} | ({(c.shape.head_dim, width)} if width else set())
+
+    def met(c: Case) -> set:
+        found = {"sink": c.spec.sink is not None, "affine": c.spec.affine is not None, "gate": c.spec.gate is not None}
+        found |= {"groups": c.shape.heads > c.shape.kv_heads, "decoding": c.shape.tq == 1, "training": c.shape.tq > 1}
+        found["documents"] = c.mask(c.shape, torch.device("cpu")).documents is not None
+        return {name for name, has_it in found.items() if has_it}
+
+    stages = {"sink", "affine", "gate", "groups", "decoding", "training", "documents"}
+    every = {"soft cap", "bias", "allowed", "two-sided", (32, 16), (32, 64), (192, 128)}
+    pairs = {pair for c in CASES for pair in itertools.product(options(c), met(c) | options(c))}
+    missing = set(itertools.product(every, stages | every)) - pairs
+    # A call has one width.
+    assert not {(a, b) for a, b in missing if not (isinstance(a, tuple) and isinstance(b, tuple))}
 
 
 # On CUDA the fast engines take 16-bit inputs, so the float32 cases run there in bfloat16.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from affine_attn import AttentionLayer
+from affine_attn import AttentionLayer, Mask
 from affine_attn.models.collect import collect_statistics
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.nn.layer import observe
@@ -52,6 +52,29 @@ def test_mean_logit_weighs_every_visible_pair_alike():
     layer = collect_statistics(model, batches, queries=True)[1]
     short, long = (stats.mean_logit[0] for stats in layer.queries)
     torch.testing.assert_close(layer.mean_logit, (15 * short + 78 * long) / 93)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "affine"])
+def test_heads_that_see_different_pairs(attention):
+    """The first batch has one mask for all heads, the second one for each."""
+    layer = AttentionLayer(16, 4, 2, attention=attention, init_std=0.5)
+    by_head = torch.rand(2, 4, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.4
+    batches = [(torch.randn(1, 5, 16), Mask()), (torch.randn(2, 9, 16), Mask(allowed=by_head))]
+    calls = []
+    with observe([layer], lambda _, call: calls.append(call)):
+        (found,) = collect_statistics(torch.nn.ModuleList([layer]), batches, forward=lambda batch: layer(*batch))
+    total, count, entropies = torch.zeros(4), torch.zeros(4), []
+    for call in calls:
+        q, k, mask = call["q"], call["k"], call["mask"]
+        visible = mask.visible(q.shape[2], k.shape[2], q.device, slice(0, q.shape[2]), slice(0, k.shape[2]))
+        logits = q @ k.repeat_interleave(2, 1).mT * q.shape[3] ** -0.5
+        total += torch.where(visible, logits, 0.0).sum((0, 2, 3))
+        count += visible.expand_as(logits).sum((0, 2, 3))
+        p = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()
+        entropies.append(-torch.xlogy(p, p).sum(-1).transpose(0, 1).flatten(1))
+    torch.testing.assert_close(found.mean_logit, total / count)
+    if attention == "softmax":
+        torch.testing.assert_close(found.entropy, torch.cat(entropies, 1).mean(1))
 
 
 def test_alpha_and_its_saturation():
