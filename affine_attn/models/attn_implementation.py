@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -23,7 +22,7 @@ from affine_attn.core.masks import Mask
 from affine_attn.core.reference import run_with_weights
 from affine_attn.core.spec import SoftCap
 from affine_attn.errors import UserError
-from affine_attn.models.masks import PreparedMask, fit, prepare
+from affine_attn.models.masks import Packed, PreparedMask, fit, packed, prepare
 
 NAME = "affine_attn"
 # What models hand over and changes no value here. All else is refused: a bias of the logits, say, chosen keys, or sinks
@@ -102,7 +101,7 @@ def refuse_unknown(mask: Mask, named: dict[str, Any]) -> None:
 
 def _probe(
     sees: Callable, batch: int, slots: int, dropped: int | Tensor, device: torch.device
-) -> tuple[bool, Tensor | None]:
+) -> tuple[bool, Packed | None]:
     """Return whether an opaque mask function lets tokens see later ones, and its documents.
 
     A new one starts where a key cannot see its left neighbour.
@@ -110,14 +109,13 @@ def _probe(
     later = torch.arange(1, slots, device=device) + dropped
     rows, head = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
     starts = ~sees(rows, head, later, later - 1).expand(batch, slots - 1)
-    documents = F.pad(starts.cumsum(1), (1, 0))
     looks_ahead = sees(rows, head, later - 1, later).any()
     if torch.compiler.is_compiling():
         refusal = f"attn_implementation={NAME!r} compiles causal masks, this model's lets tokens see later ones"
         torch._assert_async(~looks_ahead, refusal)
-        return False, documents
-    packed, looks_ahead = torch.stack((starts.any(), looks_ahead)).tolist()
-    return looks_ahead, documents if packed else None
+        return False, packed(starts, None)
+    count, looks_ahead = torch.stack((starts.sum(), looks_ahead)).tolist()
+    return bool(looks_ahead), packed(starts, count)
 
 
 def _given(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool | None) -> PreparedMask:

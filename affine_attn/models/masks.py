@@ -6,7 +6,7 @@ the attention as a ``Mask``.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def prepare(
     seen: int | Tensor = 0,
     dropped: int | Tensor = 0,
     padding: Tensor | None = None,
-    documents: Tensor | None = None,
+    documents: "Packed | None" = None,
     window: int | None = None,
 ) -> PreparedMask:
     """Prepare a mask from the terms of a transformers cache.
@@ -112,7 +112,29 @@ def prepare(
         lengths = torch.full((batch,), filled, device=device)
     if padding is not None:
         padding = fit(padding, dropped, slots, exact=lengths is None)
-    return PreparedMask(Mask(window=window, documents=documents, padding=padding, lengths=lengths), keys)
+    of_documents = {} if documents is None else documents._asdict()
+    return PreparedMask(Mask(window=window, padding=padding, lengths=lengths, **of_documents), keys)
+
+
+class Packed(NamedTuple):
+    """Documents of a mask, and what is promised of them."""
+
+    documents: Tensor
+    contiguous: bool = False
+    most_documents: int | None = None
+
+
+def packed(starts: Tensor, count: int | None) -> Packed | None:
+    """Return the documents that start at these tokens and at the first one of a row, bool [B, T - 1].
+
+    count: of these tokens, None while a compiler traces; without any there are no documents.
+    """
+    if count == 0:
+        return None
+    documents = F.pad(starts.cumsum(1), (1, 0))
+    # Few different numbers: layers that are compiled one by one would be compiled again for each.
+    most = None if count is None else 1 << (count + starts.shape[0] - 1).bit_length()
+    return Packed(documents, contiguous=True, most_documents=most)
 
 
 def _known(seen: int | Tensor, queries: int) -> int | Tensor:
@@ -158,6 +180,7 @@ def decoder_mask(
     seen = 0 if cache is None else _known(cache.get_query_offset(0), queries)
     slots, dropped = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     empty = not isinstance(seen, Tensor) and seen == 0
+    documents = None if document_ids is None else Packed(document_ids)
     if document_ids is not None:
         if not empty or list(document_ids.shape) != [batch, queries]:
             raise UserError(
@@ -165,15 +188,15 @@ def decoder_mask(
                 f"got {list(document_ids.shape)} and {int(seen)} cached"
             )
     elif position_ids is not None and empty:
-        document_ids = _documents(position_ids.expand(batch, -1), attention_mask)
+        documents = _documents(position_ids.expand(batch, -1), attention_mask)
     elif position_ids is not None and queries > 1 and not torch.compiler.is_compiling():
         real = None if attention_mask is None else attention_mask[:, seen:]
         if _documents(position_ids.expand(batch, -1), real) is not None:
             raise UserError(f"position_ids restart after {seen} cached tokens: packed sequences must come at once")
-    if document_ids is None and empty and _ends_in_padding(attention_mask, queries):
+    if documents is None and empty and _ends_in_padding(attention_mask, queries):
         # Said of tokens: the hidden states of padding are read by nobody, so its queries need not be computed.
-        document_ids = attention_mask.bool().byte()
-    return prepare(batch, queries, slots, tokens.device, seen, dropped, attention_mask, document_ids)
+        documents = Packed(attention_mask.bool().byte())
+    return prepare(batch, queries, slots, tokens.device, seen, dropped, attention_mask, documents)
 
 
 def _ends_in_padding(padding: Tensor | None, queries: int) -> bool:
@@ -186,7 +209,7 @@ def _ends_in_padding(padding: Tensor | None, queries: int) -> bool:
     return padding.shape[1] == queries > 1 and not bool(padding[:, -1].all())
 
 
-def _documents(position_ids: Tensor, padding: Tensor | None) -> Tensor | None:
+def _documents(position_ids: Tensor, padding: Tensor | None) -> Packed | None:
     breaks = position_ids.diff(dim=1) != 1
     # One that is too short is refused later.
     if padding is not None and padding.shape[1] >= position_ids.shape[1]:
@@ -197,6 +220,4 @@ def _documents(position_ids: Tensor, padding: Tensor | None) -> Tensor | None:
         steps = position_ids[:, 1:] - position_ids.gather(1, last.clamp(min=0))
         # Padding inside of a document is counted by some positions and skipped by others.
         breaks = torch.where(last == slots[:-1], steps != 1, steps <= 0) & real[:, 1:] & (last >= 0)
-    if not torch.compiler.is_compiling() and not bool(breaks.any()):
-        return None
-    return F.pad(breaks.cumsum(1), (1, 0))
+    return packed(breaks, None if torch.compiler.is_compiling() else int(breaks.sum()))

@@ -24,8 +24,10 @@ from transformers import (
 )
 
 from affine_attn import VARIANTS, Affine, AttentionSpec, ScaleInvariant, track_alpha, variant
+from affine_attn.core.call import checked_call
 from affine_attn.core.pieces import pieces_of
 from affine_attn.core.spec import GATES
+from affine_attn.engines.needs import COUNTED, facts_of
 from affine_attn.models import (
     PRESETS,
     AffineAttnConfig,
@@ -112,6 +114,22 @@ def test_packing_equals_separate_sequences(name):
     }
     for how, output in packed.items():
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4, msg=f"{how} leaks")
+
+
+def test_packed_positions_promise_that_documents_are_contiguous_and_how_many_there_are():
+    tokens = torch.zeros(2, 11, dtype=torch.long)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((4, 1, 6), (9, 2))])
+    mask = decoder_mask(tokens, None, position_ids=positions).mask
+    # Five, in the next power of two: a number that is another in each batch would be compiled again for each.
+    assert (mask.contiguous, mask.most_documents) == (True, 8)
+    assert mask.documents.diff(dim=1).nonzero().tolist() == [[0, 3], [0, 4], [1, 8]]
+    starts, _ = mask.cu_seqlens(11, 11)
+    assert starts.tolist() == [0, 4, 5, 11, 20, 22, 22, 22, 22]
+    q = torch.empty(2, 2, 11, 8)
+    assert facts_of(checked_call(q, q, q, mask)).documents == COUNTED
+    assert decoder_mask(tokens, None, position_ids=torch.arange(11)[None]).mask.documents is None
+    # Ids may come back, and nobody looks.
+    assert not decoder_mask(tokens, None, document_ids=mask.documents).mask.contiguous
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "streaming"])
