@@ -36,7 +36,7 @@ _HARMLESS = {
     *("max_length_q", "max_length_k", "deterministic", "seq_idx"),
     # Settings of the whole forward and its loss, which pass all layers on their way.
     *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-    *("num_items_in_batch", "shift_labels"),
+    *("num_items_in_batch", "shift_labels", "logits_to_keep"),
 }
 # Ends of packed sequences, for kernels that take no mask.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")

@@ -76,8 +76,21 @@ class PreparedMask:
     def __torch_function__(cls, *_: Any) -> Any:
         raise _NoTensor(_NO_TENSOR)
 
+    def __getitem__(self, index: Any) -> "PreparedMask":
+        """``mask[:, :, -n:, :]``, all keys of the last queries: gemma4 keeps no others behind its last own cache."""
+        match index:
+            case (slice() as batch, slice() as heads, slice(stop=None, step=None) as rows, slice() as keys):
+                if batch == heads == keys == slice(None):
+                    return self._of_last_queries(rows)
+        raise _NoTensor(_NO_TENSOR)
+
+    def _of_last_queries(self, rows: slice) -> "PreparedMask":
+        """What has no queries of its own stays as it is: those of a call are its last tokens."""
+        allowed, bias = (None if t is None else t[:, :, rows] for t in (self.mask.allowed, self.bias))
+        return replace(self, mask=replace(self.mask, allowed=allowed), bias=bias, by_window={})
+
     # What a model would do with a tensor.
-    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_tensor
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_tensor
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = __lt__ = __gt__ = _is_no_tensor
 
     def filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from transformers import (
 import affine_attn.models  # noqa: F401 (registers the implementation)
 from affine_attn import Mask, attention
 from affine_attn.models.attn_implementation import transformers_attention, transformers_mask
+from affine_attn.models.masks import PreparedMask
 from tests.support.hf import SIZES, left_padded, tiny_model
 
 AUTO = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForTokenClassification)
@@ -131,12 +132,27 @@ def test_a_model_that_computes_with_its_mask_gets_a_sentence():
     assert not hasattr(mask, "dtype")
     for use in (
         lambda: mask[:, 0],
+        lambda: mask[:, :, :, :2],
+        lambda: mask[:, :, :2],
         lambda: torch.ones(1) + mask,
         lambda: torch.ones(1).masked_fill(mask, 0),
         lambda: ~mask,
     ):
         with pytest.raises(ValueError, match=said):
             use()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_mask_is_cut_to_its_last_queries(dense):
+    """As gemma4 of transformers 5.23 does, behind the last layer that has keys and values of its own."""
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :3] = False
+    allowed = torch.rand(2, 1, 9, 9) > 0.3 if dense else None
+    mask = PreparedMask(Mask(padding=padding, allowed=allowed, window=5))
+    whole, _ = transformers_attention(torch.nn.Identity(), q, k, v, mask)
+    last, _ = transformers_attention(torch.nn.Identity(), q[:, :, -3:], k, v, mask[:, :, slice(-3, None), :])
+    torch.testing.assert_close(last, whole[:, -3:])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -180,6 +196,8 @@ def test_what_it_does_not_compute_is_refused():
     mask = transformers_mask(1, 3, 3)
     with pytest.raises(ValueError, match="needs a mask, and this model gives its attention none"):
         transformers_attention(torch.nn.Module(), q, q, q, None)
+    harmless = transformers_attention(torch.nn.Module(), q, q, q, mask, logits_to_keep=1, use_cache=True)
+    assert torch.equal(harmless[0], transformers_attention(torch.nn.Module(), q, q, q, mask)[0])
     two_sided, _ = transformers_attention(torch.nn.Module(), q, q, q, None, is_causal=False)
     torch.testing.assert_close(two_sided, attention(q, q, q, mask=Mask(causal=False)).transpose(1, 2))
     with pytest.raises(ValueError, match=r"has no dropout, got 0\.1; set the config's to 0"):
