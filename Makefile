@@ -11,9 +11,10 @@ UV := uv pip install --python $(BIN)/python $(if $(PIP_FIND_LINKS),--find-links 
 INSTALL := $(if $(shell command -v uv),$(UV),$(PIP))
 
 OLDEST_TRITON := .venv/oldest-triton
+NEWEST_TRANSFORMERS := build/newest-transformers
 
-.PHONY: demo test test-readme docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models bench \
-	gallery lint fmt clean
+.PHONY: demo test test-readme docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models \
+	bench gallery lint fmt clean
 
 demo: .venv/.demo
 	$(BIN)/affine-attn demo
@@ -82,11 +83,15 @@ test-hf-common: .venv/.installed
 		"$(CURDIR)/$(BIN)/python" -m pytest -q -n 2 -c /dev/null -p no:cacheprovider --import-mode=importlib \
 		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common/test_common.py"
 
-# Every decoder of transformers, eager against ours; writes the table of docs/hf-models.md.
-test-hf-models: .venv/.installed
+# Every decoder of transformers, eager against ours, with its oldest and its newest version; writes docs/hf-models.md.
+test-hf-models: .venv/.installed $(NEWEST_TRANSFORMERS)
 	@test -f "$(HF_SOURCE)/tests/test_modeling_common.py" || { echo "give SOURCE=path/to/transformers, a checkout"; exit 2; }
-	cd "$(HF_SOURCE)" && PYTHONPATH="$(HF_SOURCE)/src:$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 \
-		"$(CURDIR)/$(BIN)/python" -W ignore "$(CURDIR)/hf_common/models.py"
+	cd "$(HF_SOURCE)"; status=0; \
+	for library in "" "$(CURDIR)/$(NEWEST_TRANSFORMERS):"; do \
+		PYTHONPATH="$$library$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+			"$(CURDIR)/$(BIN)/python" -W ignore "$(CURDIR)/hf_common/models.py" || status=1; \
+	done; \
+	PYTHONPATH="$(CURDIR)" "$(CURDIR)/$(BIN)/python" "$(CURDIR)/hf_common/models.py" --page; exit $$status
 
 bench: .venv/.installed
 	$(BIN)/affine-attn bench --update-docs
@@ -126,6 +131,10 @@ fmt: .venv/.installed
 # The oldest Triton that pyproject.toml allows: it comes with the torch that many have, and takes less of the language.
 $(OLDEST_TRITON): | .venv/.installed
 	$(PIP) --quiet --no-deps --target $@ triton==3.6.0
+
+# constraints.txt has the oldest that pyproject.toml allows.
+$(NEWEST_TRANSFORMERS): | .venv/.installed
+	$(PIP) --quiet --no-deps --target $@ "$$(grep -o 'transformers>=[^"]*' pyproject.toml)"
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,37 +1,84 @@
 """Every decoder of transformers, eager against ``attn_implementation="affine_attn"``; see ``make test-hf-models``.
 
-The architectures and their small configurations are those of the testers in a checkout of transformers (SOURCE), whose
-``tests`` package and library are imported here; nothing of it is kept. Logits and all gradients with padding on the
-left and on the right, packed positions, a cache that is filled in chunks, and greedy tokens: docs/hf-models.md.
+The decoders are those of the installed transformers; their small configurations come from the testers in a checkout of
+transformers (SOURCE), whose ``tests`` package is imported here; nothing of it is kept. Logits and all gradients with
+padding on the left and on the right, packed positions, a cache that is filled in chunks, and greedy tokens:
+docs/hf-models.md.
 """
 
 import importlib
-import pkgutil
+import json
+import resource
 import signal
 import sys
+import types
 import unittest
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AttentionInterface
+from transformers.distributed import tensor_parallel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from affine_attn.errors import UserError
 from affine_attn.models.attn_implementation import NAME, transformers_attention
-from tests import models as foreign
 
-PAGE = Path(__file__).parents[1] / "docs" / "hf-models.md"
+Row = tuple[str, str, str]  # model type, state, reason
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "hf-models.md"
+RESULTS = ROOT / "build" / "hf-models"
 SECONDS = 90  # of one architecture, at most
+MEMORY = 8 * 2**30  # of all
 GENERATED = 5
 # Against the largest number of a tensor.
 TOLERANCE = 2e-4
 
 
 # What differs for a reason of its own.
-KNOWN = {("blt", "padding left"): "its patches mix in rows of padding, which see nothing: 0 here, a mean of all there"}
+BLT = "its patches mix in rows of padding, which see nothing: 0 here, a mean of all there"
+KNOWN = {("blt", "padding left"): BLT, ("blt", "greedy"): BLT}
+OTHER_INPUTS = dict.fromkeys(
+    ("musicgen", "musicgen_melody"), "its input is a row of sound tokens for each codebook, not text"
+)
+# For decoders that the checkout has no tester of.
+SMALL: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,  # so that hybrids have one with attention
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size_per_layer_input": 99,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# What the checkout's tests import and its testers do not use: it comes with functions of another version, or a package.
+for _unused in ("test_fsdp_mixin", "test_tensor_parallel_mixin"):
+    _module = types.ModuleType(f"tests.{_unused}")
+    _module.__getattr__ = lambda name: type(name, (), {})
+    sys.modules[_module.__name__] = _module
+sys.modules["timeout_decorator"] = mock.MagicMock()
+if not hasattr(tensor_parallel, "_get_parameter_tp_plan"):
+    tensor_parallel._get_parameter_tp_plan = None
 
 calls = 0
 
@@ -46,41 +93,55 @@ def counted(*given: Any, **named: Any) -> Any:
 AttentionInterface.register(NAME, counted)
 
 
-def testers() -> Iterator[tuple[str, type[unittest.TestCase]]]:
-    """Model type and test class of every model whose tests can be imported here."""
-    for folder in pkgutil.iter_modules(foreign.__path__):
-        try:
-            module = importlib.import_module(f"{foreign.__name__}.{folder.name}.test_modeling_{folder.name}")
-        except (ImportError, RuntimeError, AttributeError):
-            continue
-        for found in vars(module).values():
-            own = (
-                isinstance(found, type) and issubclass(found, unittest.TestCase) and found.__module__ == module.__name__
-            )
-            if own and (hasattr(found, "all_model_classes") or hasattr(found, "model_tester_class")):
-                yield folder.name, found
-                break
+def decoders() -> Iterator[tuple[str, type]]:
+    """Model type and class of every decoder of this version of transformers, each class once."""
+    seen = set()
+    for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if kind not in seen:
+            seen.add(kind)
+            yield name, getattr(transformers, kind)
 
 
-def decoder(test: Any) -> type | None:
-    """The causal model of a test class, after its setUp."""
-    return next(
-        (kind for kind in test.all_model_classes if kind.__name__.endswith(("ForCausalLM", "LMHeadModel"))), None
-    )
+def tester(kind: type) -> Any:
+    """The tester of the test class that has this decoder, None where the checkout has none that can be imported."""
+    place = kind.__module__.removeprefix("transformers.models.").replace(".modeling_", ".test_modeling_")
+    try:
+        module = importlib.import_module(f"tests.models.{place}")
+    except (ImportError, AttributeError):
+        return None
+    for found in vars(module).values():
+        own = isinstance(found, type) and issubclass(found, unittest.TestCase) and found.__module__ == module.__name__
+        if own and (hasattr(found, "all_model_classes") or hasattr(found, "model_tester_class")):
+            test: Any = found()
+            with suppress(unittest.SkipTest):
+                test.setUp()
+            if kind in (test.all_model_classes or ()):
+                return test.model_tester
+    return None
 
 
-def pair(kind: type, config: Any) -> list[Any]:
-    """The same weights on the eager path and on ours, with sinks that matter."""
-    made = []
-    for implementation in ("eager", NAME):
-        torch.manual_seed(0)
-        model = kind._from_config(deepcopy(config), attn_implementation=implementation).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "sink" in name:
-                    parameter.copy_(torch.linspace(-4, 4, parameter.numel()).view_as(parameter))
-        made.append(model)
-    return made
+def small(kind: Any) -> tuple[Any, torch.Tensor]:
+    """Configuration and tokens of a decoder: its own tester's, or its defaults made small."""
+    if found := tester(kind):
+        config, inputs = found.prepare_config_and_inputs_for_common()
+        return config, inputs["input_ids"]
+    try:
+        config = kind.config_class(**SMALL, num_key_value_heads=2)
+    except StrictDataclassClassValidationError:  # heads that share no keys, it may be
+        config = kind.config_class(**SMALL, num_key_value_heads=4)
+    torch.manual_seed(0)
+    return config, torch.randint(5, SMALL["vocab_size"], (2, 12))
+
+
+def made(kind: Any, config: Any, implementation: str) -> Any:
+    """A model whose weights depend on the configuration alone, with sinks that matter."""
+    torch.manual_seed(0)
+    model = kind._from_config(deepcopy(config), attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sink" in name:
+                parameter.copy_(torch.linspace(-4, 4, parameter.numel()).view_as(parameter))
+    return model
 
 
 def padded(tokens: torch.Tensor, left: bool) -> dict[str, torch.Tensor]:
@@ -126,8 +187,9 @@ CHECKS = {
 
 def verdict(model: str, kind: type, config: Any, tokens: torch.Tensor) -> tuple[str, str]:
     """Whether it runs, and what was compared, or why not."""
+    eager = made(kind, config, "eager")
     try:
-        eager, ours = pair(kind, config)
+        ours = made(kind, config, NAME)
     except KeyError as error:
         return "refused", f"by transformers: its attention classes are named by implementation, {error} is none"
     except ValueError as error:
@@ -158,7 +220,7 @@ def verdict(model: str, kind: type, config: Any, tokens: torch.Tensor) -> tuple[
 
 
 def first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split())[:200].replace("|", "/")
+    return " ".join(str(error).split()).split(". ")[0].replace("|", "/")
 
 
 class TooLong(Exception):
@@ -169,59 +231,74 @@ def _alarm(*_: Any) -> None:
     raise TooLong
 
 
-def rows(only: list[str]) -> Iterator[tuple[str, str, str]]:
+def rows(only: list[str]) -> Iterator[Row]:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     signal.signal(signal.SIGALRM, _alarm)
-    for name, found in testers():
+    for name, kind in decoders():
         if only and name not in only:
             continue
         signal.alarm(SECONDS)
         try:
-            test: Any = found()
-            test.setUp()
-            kind = decoder(test)
-            if kind is None:
+            if name in OTHER_INPUTS:
+                yield name, "not compared", OTHER_INPUTS[name]
                 continue
-            config, inputs = test.model_tester.prepare_config_and_inputs_for_common()
-            tokens = inputs["input_ids"]
-            if tokens.ndim != 2 or tokens.shape[1] < 5:
-                continue
+            config, tokens = small(kind)
             yield name, *verdict(name, kind, config, tokens[:2, :12])
         except TooLong:
             yield name, "not compared", f"took more than {SECONDS} s"
-        except (KeyError, TypeError, AttributeError, unittest.SkipTest, ImportError) as error:
-            yield name, "not compared", f"its tester: {type(error).__name__}: {first_sentence(error)}"
+        except ImportError as error:
+            yield name, "not compared", first_sentence(error)
+        except Exception as error:  # neither its tester nor its defaults make a small model
+            print(name, type(error).__name__, error, file=sys.stderr)
+            yield name, "not compared", "no tester of it can be imported, and its defaults cannot be made small"
         finally:
             signal.alarm(0)
 
 
-def page(found: list[tuple[str, str, str]], version: str) -> str:
-    counts = {state: sum(row[1] == state for row in found) for state in sorted({row[1] for row in found})}
-    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    torch_version = torch.__version__.split("+")[0]
+def page(versions: dict[str, list[Row]]) -> str:
+    """The table of all versions; a reason that they do not share says whose it is."""
     lines = [
         "# Which models of transformers run",
         "",
         "Decoders of transformers with the small configuration of their own tests, random sinks where they have some.",
         'The eager path is compared with `attn_implementation="affine_attn"`: logits and all gradients with padding',
         "on the left and on the right, packed positions, a cache filled in two chunks, and greedy tokens.",
+        "*Not asked* are models without attention, or with one that no implementation reaches.",
         "",
-        f"Written by `make test-hf-models`: transformers {version}, torch {torch_version}. {summary}.",
+        f"Written by `make test-hf-models` with torch {torch.__version__.split('+')[0]}:",
         "",
-        "| model | | what was compared, or why not |",
-        "|---|---|---|",
-        *(f"| {name} | {state} | {why} |" for name, state, why in found),
     ]
+    for version, found in versions.items():
+        counts = {state: sum(row[1] == state for row in found) for state in sorted({row[1] for row in found})}
+        lines.append(f"- transformers {version}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    lines += [
+        "",
+        f"| model | {' | '.join(versions)} | what was compared, or why not |",
+        f"|---|{'---|' * len(versions)}---|",
+    ]
+    by_name = {version: {name: (state, why) for name, state, why in found} for version, found in versions.items()}
+    for name in sorted(set().union(*by_name.values())):
+        there = {version: found[name] for version, found in by_name.items() if name in found}
+        whys = {why for _, why in there.values()}
+        why = whys.pop() if len(whys) == 1 else "; ".join(f"{version}: {why}" for version, (_, why) in there.items())
+        states = " | ".join(there[version][0] if version in there else "" for version in versions)
+        lines.append(f"| {name} | {states} | {why} |")
     return "\n".join(lines) + "\n"
 
 
-def main(only: list[str]) -> int:
-    """Compare all models and write the page, or compare the named ones alone."""
+def main(arguments: list[str]) -> int:
+    """Compare all models or the named ones; `--page` writes the page from what runs of all models left."""
+    if arguments == ["--page"]:
+        files = sorted(RESULTS.glob("*.json"), key=lambda file: tuple(map(int, file.stem.split("."))))
+        PAGE.write_text(page({file.stem: json.loads(file.read_text()) for file in files}))
+        return 0
     found = []
-    for row in rows(only):
+    for row in rows(arguments):
         print(*row, sep="\t", flush=True)
         found.append(row)
-    if not only:
-        PAGE.write_text(page(found, transformers.__version__))
+    if not arguments:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{transformers.__version__}.json").write_text(json.dumps(found))
     return int(any(state == "FAILS" for _, state, _ in found))
 
 
