@@ -5,7 +5,8 @@ CONSTRAINTS ?= constraints.txt
 # Where there is no GPU, PyTorch comes without CUDA, which takes gigabytes. Sizes below are those on disk.
 TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),$(shell grep -o 'torch>=[^"]*' pyproject.toml))
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--index-url https://download.pytorch.org/whl/cpu)
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --retries 1
+PIP_INSTALL := -m pip --disable-pip-version-check install --retries 1
+PIP := $(BIN)/python $(PIP_INSTALL)
 # uv is faster where it is there. It ignores pip's settings, so a local wheel folder named for pip is passed on.
 UV := uv pip install --python $(BIN)/python $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 INSTALL := $(if $(shell command -v uv),$(UV),$(PIP))
@@ -14,7 +15,7 @@ OLDEST_TRITON := .venv/oldest-triton
 NEWEST_TRANSFORMERS := build/newest-transformers
 
 .PHONY: demo test test-readme docs docs-serve dist test-gpu test-sanitizer test-faults test-mutations test-aot test-hf-common test-hf-models \
-	bench gallery lint fmt clean
+	test-clients bench gallery lint fmt clean
 
 demo: .venv/.demo
 	$(BIN)/affine-attn demo
@@ -93,6 +94,12 @@ test-hf-models: .venv/.installed $(NEWEST_TRANSFORMERS)
 	done; \
 	PYTHONPATH="$(CURDIR)" "$(CURDIR)/$(BIN)/python" "$(CURDIR)/hf_common/models.py" --page; exit $$status
 
+# trl, PEFT, Lightning, accelerate, torchao, bitsandbytes, lm_eval on small models; writes docs/clients.md.
+CLIENTS := build/clients
+test-clients: $(CLIENTS)/.installed
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/clients
+	$(CLIENTS)/bin/python -m tests.clients.page
+
 bench: .venv/.installed
 	$(BIN)/affine-attn bench --update-docs
 
@@ -126,6 +133,12 @@ fmt: .venv/.installed
 	@echo "3 of 3: what models, evaluation, tests and documentation use (1.3 GB)"
 	$(INSTALL) --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	@echo "done: $$(du -sh .venv | cut -f1) in .venv"
+	touch $@
+
+$(CLIENTS)/.installed: $(CONSTRAINTS) pyproject.toml tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python $(PIP_INSTALL) $(TORCH_INDEX) --no-deps "$(TORCH)"
+	$(CLIENTS)/bin/python $(PIP_INSTALL) --quiet -c $(CONSTRAINTS) -e '.[models,eval]' -r tests/clients/requirements.txt
 	touch $@
 
 # The oldest Triton that pyproject.toml allows: it comes with the torch that many have, and takes less of the language.

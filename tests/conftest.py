@@ -11,6 +11,9 @@ from affine_attn.core.variants import VARIANTS
 # One thread per worker: two busy OpenMP pools on two cores slow each other down many times over.
 torch.set_num_threads(1)
 
+# These need the clients, which `make test-clients` installs in an environment of its own.
+collect_ignore = ["clients"]
+
 # Triton chooses its CPU interpreter when kernels are imported, so cases that use it run in a process of their own.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, started by a test of this file")

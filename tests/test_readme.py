@@ -24,6 +24,7 @@ from affine_attn.models import AffineAttnForCausalLM, preset
 from benchmarks import record, scaling
 from benchmarks.readme import documents, rewrite
 from docs import call, gallery
+from tests.clients import page as clients
 from tests.support.tiny_runs import counting_shards, tiny
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,10 @@ def test_the_tutorial_on_an_own_model_runs():
     # The average is still 0, so beta = -alpha / 128.
     q, k, v, alpha = (found[name] for name in ("q", "k", "v", "alpha"))
     torch.testing.assert_close(found["y"], attention(q, k, v, alpha=alpha, beta=-alpha / 128))
+
+
+def test_the_page_of_clients_is_that_of_their_tests():
+    assert (DOCS / "clients.md").read_text() == clients.page()
 
 
 def test_the_tutorial_on_hugging_face_models_runs():

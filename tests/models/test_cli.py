@@ -8,13 +8,11 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     modeling_gguf_pytorch_utils,
 )
 from typer.testing import CliRunner
@@ -22,17 +20,11 @@ from typer.testing import CliRunner
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
 from tests.support.gguf_file import write_gguf
-from tests.support.hf import SIZES, tiny_model
+from tests.support.hf import SIZES, tiny_model, words
 
 convert = sys.modules["affine_attn.models.convert"]  # the module, not the function of its name
 
 runner = CliRunner()
-
-
-def words():
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.fixture(scope="module")

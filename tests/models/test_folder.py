@@ -18,8 +18,7 @@ from affine_attn.models import (
     convert,
     save_with_code,
 )
-from tests.models.test_cli import words
-from tests.support.hf import left_padded, tiny_model
+from tests.support.hf import left_padded, tiny_model, words
 
 
 @pytest.fixture(scope="module")

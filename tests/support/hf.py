@@ -1,6 +1,8 @@
 """Tiny Hugging Face models whose tokens depend on everything: large weights, averages and sinks away from zero."""
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from affine_attn.models import AffineAttnConfig, AffineAttnForCausalLM
 from affine_attn.models.modeling import AffineAttnAttention
@@ -41,6 +43,13 @@ def stir(model):
             if layer.sinks is not None:
                 layer.sinks.normal_(std=3)
     return model
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of w0, w1 and so on: as many words as a tiny model knows."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def left_padded(batch: int = 2, length: int = 10, padded: int = 4, seed: int = 0):
