@@ -1,14 +1,12 @@
 """The tokenizer of a prepared corpus: found, or trained on it, and kept as a folder beside the shards."""
 
 import hashlib
-import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from affine_attn.errors import MissingPackage, UserError
-from affine_attn.runs.files import read_object
+from affine_attn.runs.files import read_object, write_copy, write_json
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -72,7 +70,7 @@ def require_regular_files(folder: Path) -> list[Path]:
 def copy_files(folder: Path, model: Path) -> None:
     """Put a data folder's tokenizer, if there is one, beside the weights of a model."""
     for file in require_regular_files(folder):
-        shutil.copyfile(file, model / file.name)
+        write_copy(file, model / file.name)
 
 
 def require_same_tokens(data: Path, model: str) -> None:
@@ -170,13 +168,13 @@ def end_of_document(file: Path, token: str | None = None) -> str:
 def copy_tokenizer(file: Path, folder: Path, eos_token: str) -> None:
     """tokenizer.json as it is, byte for byte, in a folder that AutoTokenizer loads."""
     folder.mkdir(parents=True)
-    shutil.copyfile(file, folder / FILE)
+    write_copy(file, folder / FILE)
     for name in COMPANIONS:
         if (file.parent / name).exists():
-            shutil.copyfile(file.parent / name, folder / name)
+            write_copy(file.parent / name, folder / name)
     if not (folder / COMPANIONS[0]).exists():
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-        (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        write_json(folder / COMPANIONS[0], config)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:

@@ -33,7 +33,7 @@ from jinja2 import UndefinedError
 from lm_eval.api.task import ConfigurableTask
 
 from affine_attn.data.corpus import decompressed, parse_line
-from affine_attn.runs.files import sha256
+from affine_attn.runs.files import sha256, write_text
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _COMPRESSED = ("", ".xz", ".gz", ".bz2", ".zst")
@@ -131,7 +131,7 @@ class Task:
 
     def _load_local(self) -> ConfigurableTask:
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / f"{self.name}.yaml").write_text(self.local_yaml(), encoding="utf-8")
+            write_text(Path(folder) / f"{self.name}.yaml", self.local_yaml())
             try:
                 return _load(Path(folder), self.name)
             except UserError:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object as JSON, whole or not at all, also if the machine loses power."""
     with written(path) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def write_copy(source: Path, path: Path) -> None:
+    """Write what a file holds, byte for byte, whole or not at all."""
+    with source.open("rb") as given, written(path) as file:
+        shutil.copyfileobj(given, file)
 
 
 def require_writable(folder: Path) -> None:
