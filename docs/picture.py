@@ -10,7 +10,8 @@ import torch
 from matplotlib.figure import Figure
 
 from affine_attn import attention
-from affine_attn.analyze.style import COLOURS, style
+from affine_attn.analyze.style import style
+from affine_attn.figures.style import VARIANT_COLOURS
 
 PICTURE = Path(__file__).parent / "family.svg"
 KEYS = 12
@@ -38,7 +39,7 @@ def draw(path: Path = PICTURE) -> None:
         axes = figure.subplots(1, len(PANELS), sharey=True)
         for axis, (name, title, stages) in zip(axes, PANELS, strict=True):
             w = weights(**stages)
-            axis.bar(range(KEYS), w.tolist(), color=COLOURS[name])
+            axis.bar(range(KEYS), w.tolist(), color=VARIANT_COLOURS[name])
             axis.axhline(0, color="#333333", linewidth=0.8)
             axis.set_title(title)
             axis.text(0.97, 0.9, f"sum {w.sum():.2f}", transform=axis.transAxes, ha="right", va="top")

@@ -18,7 +18,7 @@ HEAVY = ("triton", "transformers", "matplotlib", "plotly", "pandas", "datasets",
 # Rooms from the bottom up: a room may import those in the rows above its own, and itself. A new room gets a place here.
 ROOMS = [
     {"__version__", "checks", "errors"},
-    {"runs", "core"},
+    {"runs", "core", "figures"},
     {"kernels"},
     {"engines"},
     {"api"},
@@ -166,6 +166,18 @@ def test_files_are_written_by_runs_files_which_writes_them_whole(module):
 def test_a_file_written_in_place_would_be_found(code):
     (call,) = (x for x in ast.walk(ast.parse(code)) if isinstance(x, ast.Call))
     assert _writes_in_place(call)
+
+
+def test_titles_of_metrics_and_colours_have_one_place():
+    """Names of formulas, as of alpha, are no titles; the page's own colours are in its style sheet."""
+    from affine_attn.figures.style import METRICS
+
+    modules = {name: path.read_text(encoding="utf-8") for name, path in _modules().items() if name != "figures.style"}
+    titles = "|".join(re.escape(title) for title in METRICS.values() if " " in title)
+    written = re.compile(rf"[\"'](?:#[0-9a-fA-F]{{6}}|{titles})[\"']")
+    assert written.search('axis.set_ylabel("mean α", color="red")')
+    assert written.search("color='#222222'")
+    assert {name: found for name, source in modules.items() if (found := written.findall(source))} == {}
 
 
 def test_importing_the_package_loads_nothing_and_its_names_torch_alone():

@@ -21,32 +21,23 @@ from matplotlib.ticker import MaxNLocator
 from affine_attn.analyze.style import lines, new_figure, plain, style, token_labels
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.errors import UserError
+from affine_attn.figures.style import BELOW_ZERO, FAINT, HISTOGRAMS, INK, METRICS, MISSING, NOTE
 from affine_attn.runs.analysis import Analysis
 from affine_attn.runs.files import write_text, written
 from affine_attn.runs.series import LATE, Run, gradient_table, running_mean, runs_of
 
-ENTROPIES = {
-    "entropy": "of p, before α and β",
-    "entropy_clipped": "of max(w, 0), renormalised",
-    "entropy_absolute": "of |w|, renormalised",
+ENTROPIES = ("entropy", "entropy_clipped", "entropy_absolute")
+# What a layer × head map shows: the ends of its colours, where they are fixed.
+HEAD_METRICS: dict[str, tuple[float, float | None]] = {
+    "row_sum": (0, None),
+    "first_token": (0, None),
+    "sink_mass": (0, None),
+    "negative": (0, None),
+    "alpha": (0, None),
+    "alpha_saturated": (0, None),
+    "alpha_entropy": (-1, 1),
 }
-# What a layer × head map shows: its title, and the ends of its colours where they are fixed.
-HEAD_METRICS: dict[str, tuple[str, float, float | None]] = {
-    "row_sum": ("sum of weights per query", 0, None),
-    "first_token": ("weight on the first token", 0, None),
-    "sink_mass": ("probability taken by the sink", 0, None),
-    "negative": ("fraction of weights below zero", 0, None),
-    "alpha": ("mean α", 0, None),
-    "alpha_saturated": ("fraction of tokens with α at an end", 0, None),
-    "alpha_entropy": ("correlation of α with entropy", -1, 1),
-}
-HISTOGRAMS = {"alpha": "α", "beta": "β", "beta_sum": "n β, what β adds to the sum of a row"}
-STATISTICS = {
-    "entropy": "entropy of p [nats]",
-    "first_token": "weight on the first token",
-    "row_sum": "sum of weights per query",
-    "alpha": "mean α",
-}
+STATISTICS = ("entropy", "first_token", "row_sum", "alpha")
 # The two of Figure 11: phi of alpha = alpha_range * phi(x).
 FORMULAS = {
     "linear_clipping": "linear clipping: clamp(0.1 x + 0.5, 0, 1)",
@@ -65,7 +56,7 @@ def row_sums(analyses: Sequence[Analysis]) -> Figure:
         axis.stairs(counts / counts.sum(), sums["edges"], fill=True, color=line["color"], alpha=0.75)
         for name, dashes in (("mean", "--"), ("median", ":")):
             value = sums["all"][name]
-            axis.axvline(value, color="#222222", linestyle=dashes, linewidth=1.2, label=f"{name} {value:.3f}")
+            axis.axvline(value, color=INK, linestyle=dashes, linewidth=1.2, label=f"{name} {value:.3f}")
         axis.set_title(plain(analysis.name))
         axis.set_xlabel("sum of the weights of a query")
         # Room for the legend above the bars.
@@ -80,7 +71,7 @@ def first_token(analyses: Sequence[Analysis]) -> Figure:
     """Figure 4: weight on the first token, by layer."""
     figure, axes = new_figure(5.2, 3.2)
     _by_layer(axes[0, 0], analyses, "first_token")
-    axes[0, 0].set_ylabel("weight on the first token")
+    axes[0, 0].set_ylabel(METRICS["first_token"])
     axes[0, 0].set_ylim(bottom=min(0.0, axes[0, 0].get_ylim()[0]))
     axes[0, 0].legend()
     return figure
@@ -89,17 +80,16 @@ def first_token(analyses: Sequence[Analysis]) -> Figure:
 def entropy(analyses: Sequence[Analysis]) -> Figure:
     """Figure 6: entropy by layer, in the three definitions that negative weights allow."""
     figure, axes = new_figure(10, 3.2, 1, 3, sharey=True)
-    for axis, (metric, title) in zip(axes[0], ENTROPIES.items(), strict=True):
+    for axis, metric in zip(axes[0], ENTROPIES, strict=True):
         _by_layer(axis, analyses, metric)
-        axis.set_title(title)
-    axes[0, 0].set_ylabel("entropy [nats]")
+        axis.set_title(METRICS[metric])
     axes[0, 0].legend()
     return figure
 
 
 def head_metric(analyses: Sequence[Analysis], metric: str) -> Figure:
     """Figure 5 (of ``row_sum``), and the like of other metrics: layer × head, one scale for all models that have it."""
-    title, low, high = HEAD_METRICS[metric]
+    low, high = HEAD_METRICS[metric]
     shown = [analysis for analysis in analyses if metric in analysis.content["heads"]]
     maps = [_head_map(analysis, metric) for analysis in shown]
     if high is None:
@@ -109,14 +99,14 @@ def head_metric(analyses: Sequence[Analysis], metric: str) -> Figure:
     layers, heads = (max(sizes) for sizes in zip(*(values.shape for values in maps), strict=True))
     width, height = np.clip(0.16 * heads, 1.8, 4.5) + 0.3, np.clip(0.16 * layers, 1.6, 5) + 0.9
     figure, axes = new_figure(width * len(maps) + 1.3, height, 1, len(maps))
-    colours = colormaps["PuOr" if low < 0 else "cividis"].with_extremes(bad="#eeeeee")
+    colours = colormaps["PuOr" if low < 0 else "cividis"].with_extremes(bad=MISSING)
     for axis, analysis, values in zip(axes[0], shown, maps, strict=True):
         axis.imshow(values, aspect="auto", cmap=colours, norm=norm, origin="lower")
         axis.set_title(plain(analysis.name))
         axis.set_xlabel("head")
         _integer_axes(axis)
     axes[0, 0].set_ylabel("layer")
-    figure.colorbar(axes[0, 0].images[0], ax=list(axes[0]), label=title)
+    figure.colorbar(axes[0, 0].images[0], ax=list(axes[0]), label=METRICS[metric])
     return figure
 
 
@@ -145,7 +135,7 @@ def distributions(analyses: Sequence[Analysis]) -> Figure:
             axis.xaxis.set_major_locator(MaxNLocator(4))
             axis.yaxis.set_major_locator(MaxNLocator(8, integer=True))
             for layer in range(1, len(counts)):
-                axis.axhline(layer - 0.5, color="#999999", linewidth=0.4)
+                axis.axhline(layer - 0.5, color=FAINT, linewidth=0.4)
         row[0].set_title(plain(analysis.name), loc="left")
         row[0].set_ylabel("layer, its heads upwards")
         figure.colorbar(row[0].images[0], ax=list(row), label="fraction of queries")
@@ -162,7 +152,7 @@ def attention_maps(analyses: Sequence[Analysis], layer: int | None = None, token
     maps = [analysis.map(layer).mean(0)[:tokens, :tokens].astype(np.float64) for analysis in analyses]
     # The first query has one key and all its weight on it: linear colours would show little else.
     norm = PowerNorm(0.5, 0, max(float(values.max()) for values in maps) or 1.0)
-    colours = colormaps["cividis"].with_extremes(under="#d95f02", bad="white")
+    colours = colormaps["cividis"].with_extremes(under=BELOW_ZERO, bad="white")
     figure, axes = new_figure(4.2 * len(analyses) + 0.9, 4.5, 1, len(analyses))
     for axis, analysis, values in zip(axes[0], analyses, maps, strict=True):
         place = analysis.content["map"]
@@ -190,7 +180,7 @@ def activations(analyses: Sequence[Analysis] = ()) -> Figure:
     figure, axes = new_figure(8.6 if shown else 4.6, 3, 1, 2 if shown else 1)
     axis, x = axes[0, 0], torch.arange(-80, 81) / 10
     for (name, formula), dashes in zip(FORMULAS.items(), ("-", "--"), strict=True):
-        axis.plot(x, ACTIVATIONS[name](x), color="#222222", linestyle=dashes, label=formula)
+        axis.plot(x, ACTIVATIONS[name](x), color=INK, linestyle=dashes, label=formula)
     axis.set_xlabel("x = w·h, before the activation")
     axis.set_ylabel("φ(x)")
     axis.set_ylim(-0.05, 1.35)
@@ -237,8 +227,8 @@ def logits(runs: Sequence[Run]) -> Figure:
     """Figure 2: the mean logit over training, over all layers, heads and visible pairs."""
     figure, axes = new_figure(5.6, 3.4)
     _statistic(axes[0, 0], runs, "mean_logit")
-    axes[0, 0].axhline(0, color="#999999", linewidth=0.8)
-    axes[0, 0].set_ylabel("mean logit q·k / √d")
+    axes[0, 0].axhline(0, color=FAINT, linewidth=0.8)
+    axes[0, 0].set_ylabel(METRICS["mean_logit"])
     axes[0, 0].legend()
     return figure
 
@@ -246,11 +236,11 @@ def logits(runs: Sequence[Run]) -> Figure:
 def statistics(runs: Sequence[Run]) -> Figure:
     """How attention changes over training: means over layers and heads."""
     figure, axes = new_figure(10, 5.6, 2, 2)
-    for axis, (name, label) in zip(axes.flat, STATISTICS.items(), strict=True):
+    for axis, name in zip(axes.flat, STATISTICS, strict=True):
         _statistic(axis, runs, name)
-        axis.set_ylabel(label)
+        axis.set_ylabel(METRICS[name])
         if not axis.lines:
-            axis.text(0.5, 0.5, "none of these models has it", ha="center", transform=axis.transAxes, color="#777777")
+            axis.text(0.5, 0.5, "none of these models has it", ha="center", transform=axis.transAxes, color=NOTE)
     axes[0, 0].legend()
     return figure
 

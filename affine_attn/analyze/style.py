@@ -1,4 +1,4 @@
-"""How figures look: one colour per variant wherever it is shown, and text from data that is only ever text."""
+"""How matplotlib draws: one colour per variant wherever it is shown, and text from data that is only ever text."""
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from affine_attn.errors import MissingPackage
+from affine_attn.figures.style import GRID, OTHER_VARIANT, VARIANT_COLOURS
 
 try:
     import matplotlib
@@ -16,22 +17,6 @@ except ModuleNotFoundError as error:
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
-# Okabe and Ito's colours, then Tol's muted ones: told apart by people who are colour-blind. The paper's three methods
-# get the strongest contrast.
-COLOURS = {
-    "softmax": "#555555",
-    "sink": "#E69F00",
-    "affine": "#0072B2",
-    "off_by_one": "#56B4E9",
-    "gated": "#009E73",
-    "gated_headwise": "#999933",
-    "affine_sigmoid": "#CC79A7",
-    "affine_gated": "#D55E00",
-    "scale_invariant": "#332288",
-    "logn": "#882255",
-    "alibi": "#44AA99",
-}
-OTHER = "#661100"
 # Several models of a variant.
 _DASHES = ("-", "--", ":", "-.")
 _RC: Any = {
@@ -42,7 +27,7 @@ _RC: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
+    "grid.color": GRID,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
@@ -72,7 +57,9 @@ def lines(variants: Iterable[str | None]) -> list[dict[str, Any]]:
     found = []
     for variant in variants:
         number = seen[variant] = seen.get(variant, -1) + 1
-        found.append({"color": COLOURS.get(variant or "", OTHER), "linestyle": _DASHES[number % len(_DASHES)]})
+        found.append(
+            {"color": VARIANT_COLOURS.get(variant or "", OTHER_VARIANT), "linestyle": _DASHES[number % len(_DASHES)]}
+        )
     return found
 
 

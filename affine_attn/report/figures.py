@@ -15,11 +15,10 @@ import torch
 
 from affine_attn.core.spec import ACTIVATIONS
 from affine_attn.evaluate.results import TABLE_1, accuracy
+from affine_attn.figures.style import HISTOGRAMS, METRICS, RUN_COLOURS
 from affine_attn.report.runs import MAP_NUMBERS, Look, Run, about, looks, measured
 from affine_attn.runs.series import LATE, running_mean
 
-# Of runs, in their order; readable on white and on black, and apart for the colour-blind (after Okabe and Ito).
-COLOURS = ("#3d8bd9", "#e69f00", "#12a37c", "#e0662a", "#cc79a7", "#56b4e9", "#9b8bd9", "#8a8f98")
 # Of the lines of runs beyond these colours, which begin anew, and of analyses of different text; and in words.
 DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted"}
 # A curve with more points shows the least and the greatest value of every stretch, so that no spike is lost.
@@ -27,22 +26,6 @@ MOST_POINTS = 2000
 # Numbers that histograms of single heads may have together, as MAP_NUMBERS for maps; beyond it layers alone are shown.
 HISTOGRAM_NUMBERS = 1_500_000
 
-METRICS = {
-    "row_sum": "Sum of a query's weights",
-    "first_token": "Weight on the first token",
-    "entropy": "Entropy of p, nats",
-    "entropy_clipped": "Entropy of max(w, 0), nats",
-    "entropy_absolute": "Entropy of |w|, nats",
-    "sink_mass": "Mass of the sink",
-    "negative": "Fraction of negative weights",
-    "mean_logit": "Mean logit",
-    "max_logit": "Largest logit",
-    "alpha": "α, mean over tokens",
-    "alpha_saturated": "Fraction of α at an end",
-    "alpha_ma": "Moving average of α",
-    "alpha_entropy": "Correlation of α and entropy",
-}
-HISTOGRAMS = {"alpha": "α", "beta": "β", "beta_sum": "Sum of β over visible keys"}
 # Panels of curves over training: is it the late phase, title.
 _PHASES = ((False, "whole run"), (True, "late phase"))
 # Of histograms: bins of different models lie at different places.
@@ -357,7 +340,7 @@ def _activations(analysed: list[tuple[int, Look]]) -> list[Figure]:
     x, functions, names = torch.arange(-80, 81) / 10, [], []
     for name, dash, place in (("linear_clipping", "solid", -4.0), ("sigmoid", "dash", 2.0)):
         phi = ACTIVATIONS[name]
-        line = {"color": COLOURS[-1], "dash": dash, "width": 1.8}
+        line = {"color": RUN_COLOURS[-1], "dash": dash, "width": 1.8}
         curve = {"x": rounded(x.tolist()), "y": rounded(phi(x).tolist()), "line": line, "hovertemplate": "%{y:.3f}"}
         spoken = name.replace("_", " ")
         functions.append({"type": "scatter", "mode": "lines", "name": spoken} | curve)
@@ -462,7 +445,7 @@ def _trace(i: int, run: Run | Look) -> dict[str, Any]:
 
 def _dashed(i: int, run: Run | Look) -> dict[str, str]:
     text = run.text if isinstance(run, Look) else 0
-    return {"dash": list(DASHES)[(i // len(COLOURS) + text) % len(DASHES)]}
+    return {"dash": list(DASHES)[(i // len(RUN_COLOURS) + text) % len(DASHES)]}
 
 
 def _line(i: int, run: Run | Look, x: Sequence, y: Sequence, **more: Any) -> dict[str, Any]:
@@ -488,7 +471,7 @@ def _interval(errors: list[float | None]) -> dict[str, Any]:
 
 
 def _colour(i: int) -> str:
-    return COLOURS[i % len(COLOURS)]
+    return RUN_COLOURS[i % len(RUN_COLOURS)]
 
 
 def _axes(x: str, y: str, xaxis: dict | None = None, yaxis: dict | None = None) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from affine_attn.analyze.run import variant_name
 from affine_attn.core.spec import AttentionSpec
 from affine_attn.errors import MissingPackage, UserError
 from affine_attn.evaluate.results import SHARES, average
+from affine_attn.figures.style import METRICS, RUN_COLOURS
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
-from affine_attn.report.figures import COLOURS, METRICS, SECTIONS, Figure, percent
+from affine_attn.report.figures import SECTIONS, Figure, percent
 from affine_attn.report.runs import Run, about, looks, measured, read_runs
 from affine_attn.runs.files import written
 
@@ -161,8 +162,8 @@ def _chips(runs: Sequence[Run]) -> str:
 
 def _dot(i: int) -> str:
     """A ring for a run that has its colour a second time; in figures its lines are dashed."""
-    colour = COLOURS[i % len(COLOURS)]
-    style = f"background:{colour}" if i < len(COLOURS) else f"border:3px solid {colour}"
+    colour = RUN_COLOURS[i % len(RUN_COLOURS)]
+    style = f"background:{colour}" if i < len(RUN_COLOURS) else f"border:3px solid {colour}"
     return f'<span class="dot" style="{style}"></span>'
 
 

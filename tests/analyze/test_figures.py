@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from affine_attn.analyze import figures
-from affine_attn.analyze.style import COLOURS, lines, plain, token_labels
+from affine_attn.analyze.style import lines, plain, token_labels
 from affine_attn.core.variants import VARIANTS
+from affine_attn.figures.style import VARIANT_COLOURS
 from affine_attn.runs.analysis import Analysis, read_analysis, write_analysis
 from affine_attn.runs.series import Run, gradient_table, read_run, runs_of
 from tests.support.analyzed import HOSTILE, example_analyses
@@ -149,8 +150,8 @@ def test_models_that_kept_no_map_in_common(analyses):
 
 
 def test_colours_are_those_of_variants_and_all_different():
-    assert COLOURS.keys() <= VARIANTS.keys()
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert VARIANT_COLOURS.keys() <= VARIANTS.keys()
+    assert len(set(VARIANT_COLOURS.values())) == len(VARIANT_COLOURS)
     first, second, third = lines(["affine", "sink", "affine"])
     assert first["color"] == third["color"] != second["color"]
     assert first["linestyle"] != third["linestyle"]

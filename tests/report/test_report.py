@@ -22,6 +22,7 @@ from affine_attn.distill.run import run
 from affine_attn.evaluate.results import TABLE_1
 from affine_attn.evaluate.run import Request as Measures
 from affine_attn.evaluate.run import evaluate
+from affine_attn.figures.style import RUN_COLOURS
 from affine_attn.models import preset
 from affine_attn.models.load import ModelHandle
 from affine_attn.models.presets import at_length
@@ -94,8 +95,8 @@ def test_tables_have_the_numbers_of_the_files(runs, page):
     commits = [json.loads((folder / "environment.json").read_text()).get("commit", "") for folder in runs]
     assert [cell for cell in cells(text, "commit") if cell] == [commit for commit in commits if commit]
     scalars = [read_analysis(analysis_of(folder)).content["scalars"] for folder in runs]
-    assert cells(text, "Sum of a query&#x27;s weights") == [f"{values['row_sum']:.4g}" for values in scalars]
-    assert cells(text, "α, mean over tokens") == ["", f"{scalars[1]['alpha']:.4g}"]
+    assert cells(text, "sum of weights per query") == [f"{values['row_sum']:.4g}" for values in scalars]
+    assert cells(text, "mean α") == ["", f"{scalars[1]['alpha']:.4g}"]
 
 
 def test_only_sequences_as_in_training_are_called_so(runs):
@@ -353,7 +354,7 @@ def test_curves_are_those_of_the_metrics(runs):
 
 def test_more_runs_than_colours_are_told_apart(runs, tmp_path):
     """As of a sweep over rates and variants."""
-    many = [shutil.copytree(runs[0], tmp_path / f"{i:02d}") for i in range(2 * len(figures.COLOURS))]
+    many = [shutil.copytree(runs[0], tmp_path / f"{i:02d}") for i in range(2 * len(RUN_COLOURS))]
     shown = figures.training(read_runs(many))[1].panels[0].traces[""]
     assert len({(trace["line"]["color"], trace["line"]["dash"]) for trace in shown}) == len(many)
     text = write_report(many, tmp_path / "report.html").read_text()
@@ -459,7 +460,7 @@ def test_analyses_of_other_lengths_and_from_other_folders_stand_side_by_side(run
         for before, after in zip(runs, longer, strict=True)
         for values in (read_analysis(analysis_of(before)).content["scalars"], after.content["scalars"])
     ]
-    assert cells(text, "Sum of a query's weights") == means
+    assert cells(text, "sum of weights per query") == means
     for told in (f"4 × 16 tokens of {data}, packed as in training", f"4 × 32 tokens of {data}, documents do not see"):
         assert text.count(told) > 3
     for figure in figures.analysis(both):
