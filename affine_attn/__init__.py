@@ -50,6 +50,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Public names are loaded when first used: torch takes seconds, which affine-attn --help would wait for."""
+    if name == "plot":
+        return importlib.import_module(f"{__name__}.plot")
     for module, names in _MODULES.items():
         if name in names:
             found = getattr(importlib.import_module(f"{__name__}.{module}"), name)

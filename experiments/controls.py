@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from affine_attn.core.spec import Affine, AttentionSpec
-from affine_attn.core.variants import variant
+from affine_attn.core.variants import at_length, variant
 from affine_attn.distill.recipes import Recipe, demo
-from affine_attn.models.presets import at_length
 from experiments.grid import (
     COMMON_RATE,
     CONTROLS,

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from affine_attn.core.spec import Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
-from affine_attn.core.variants import variant
+from affine_attn.core.variants import at_length, variant
 from affine_attn.distill.recipes import Recipe
 from affine_attn.models import AffineAttnConfig, preset
-from affine_attn.models.presets import TURN, at_length
+from affine_attn.models.presets import TURN
 
 LENGTH = 1024
 PAPER_RATE, COMMON_RATE = 1e-3, 3e-3  # the affine paper's, and that of all that is done at one rate only

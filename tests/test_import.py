@@ -28,7 +28,7 @@ ROOMS = [
     {"distill"},
     {"evaluate"},
     {"analyze"},
-    {"report"},
+    {"report", "plot"},
     {"demo"},
     {"cli"},
 ]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from affine_attn.analyze.measure import measure
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.core.variants import VARIANTS
+from affine_attn.core.variants import name_of
 from affine_attn.data.shards import MANIFEST, TOKENIZER, read_manifest
 from affine_attn.data.texts import boundaries, is_shards, load_sequences
 from affine_attn.data.tokenizer import require_same_tokens
@@ -20,7 +20,6 @@ from affine_attn.errors import UserError
 from affine_attn.models.convert import convert
 from affine_attn.models.load import ModelHandle, load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
-from affine_attn.models.presets import at_length
 from affine_attn.runs.analysis import (
     MOST_MAP_BYTES,
     VERSION,
@@ -218,15 +217,8 @@ def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase | None) ->
 
 def variant_name(specs: Sequence[AttentionSpec]) -> str | None:
     """The variant that all layers have, whatever length it was trained with; None for any other attention."""
-    names = {_variant_name(spec) for spec in specs}
+    names = {name_of(spec) for spec in specs}
     return names.pop() if len(names) == 1 else None
-
-
-def _variant_name(spec: AttentionSpec) -> str | None:
-    lengths = [getattr(part, "length", None) for part in (spec.scores.logit, spec.affine)]
-    # Lengths of 0 and "keys" are no lengths of training but other attention.
-    length = next((length for length in lengths if isinstance(length, int) and length), 2048)
-    return next((name for name, known in VARIANTS.items() if at_length(known.spec, length) == spec), None)
 
 
 def table(analyses: Sequence[Analysis]) -> Table:

@@ -23,17 +23,28 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys a query sees; all restrictions combine. Queries are the last Tq of the Tk (or ``lengths``) slots."""
+    """Which keys a query sees; all restrictions combine. Queries are the last Tq of the Tk (or ``lengths``) slots.
 
-    causal: bool = True  # no key after the query's own
-    window: int | None = None  # keys visible at most, the query's own included; needs causal or window_after
-    documents: Tensor | None = None  # int [B, Tk], equal ids see each other
-    padding: Tensor | None = None  # bool [B, Tk], True = real; hides keys only
-    lengths: Tensor | None = None  # int [B], filled key slots per row; the rest is invisible
-    contiguous: bool = False  # promises that equal ids of documents are neighbours: then nothing is sorted
-    most_documents: int | None = None  # promises that all rows together have no more of them: then none is counted
-    allowed: Tensor | None = None  # bool, broadcastable to [B, H, Tq, Tk], True = may be seen
-    window_after: int | None = None  # keys visible at most after the query's own; needs causal=False
+    causal: no key after the query's own.
+    window: keys visible at most, the query's own included; needs causal or window_after.
+    documents: int [B, Tk], equal ids see each other.
+    padding: bool [B, Tk], True = real; hides keys only.
+    lengths: int [B], filled key slots per row; the rest is invisible.
+    contiguous: promises that equal ids of documents are neighbours: then nothing is sorted.
+    most_documents: promises that all rows together have no more of them: then none is counted.
+    allowed: bool, broadcastable to [B, H, Tq, Tk], True = may be seen.
+    window_after: keys visible at most after the query's own; needs causal=False.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+    padding: Tensor | None = None
+    lengths: Tensor | None = None
+    contiguous: bool = False
+    most_documents: int | None = None
+    allowed: Tensor | None = None
+    window_after: int | None = None
 
     @classmethod
     def packed(

@@ -276,15 +276,23 @@ class Affine:
 
     N_i = max(length, n_i, 1) with n_i visible keys; ``length=0`` is N = n_i, ``length="keys"`` is N = keys of the call
     (then the output depends on how a sequence is cut into calls).
+
+    phi: alpha = alpha_range * phi(W_a x); a key of ACTIVATIONS.
+    length: that of training sequences, see above.
+    alpha_range: the largest alpha of a phi that ends at 1.
+    momentum: of the moving average alpha_ma.
+    start: of alpha_ma.
+    per_head: one average for each head, or one for all heads of the layer.
+    beta: False is w = alpha * p.
     """
 
-    phi: str = "linear_clipping"  # alpha = alpha_range * phi(W_a x); a key of ACTIVATIONS
-    length: int | Literal["keys"] = 2048  # that of training sequences
+    phi: str = "linear_clipping"
+    length: int | Literal["keys"] = 2048
     alpha_range: float = 1.0
-    momentum: float = 0.9  # of the moving average alpha_ma
-    start: float = 0.0  # of alpha_ma
-    per_head: bool = True  # one average for each head, or one for all heads of the layer
-    beta: bool = True  # False: w = alpha * p
+    momentum: float = 0.9
+    start: float = 0.0
+    per_head: bool = True
+    beta: bool = True
 
     def __post_init__(self):
         if self.phi not in list(ACTIVATIONS):
@@ -324,12 +332,18 @@ class Affine:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Which attention a layer computes: logit -> sink -> affine -> gate; ``None`` switches a stage off."""
+    """Which attention a layer computes: logit -> sink -> affine -> gate; ``None`` switches a stage off.
 
-    logit: Logits = None  # two together: (SoftCap(50.0), ScaleInvariant())
-    sink: float | Literal["learned"] | None = None  # 0.0 is off-by-one softmax; "learned": one per head
+    logit: of the scores, as ``LogN()``; two together as ``(SoftCap(50.0), ScaleInvariant())``.
+    sink: a logit that takes weight, 0.0 is off-by-one softmax; "learned" is one per head.
+    affine: ``Affine(...)``, alpha and beta on the weights.
+    gate: on the output, a key of GATES; one without input is a number for all, or "learned", one per head.
+    """
+
+    logit: Logits = None
+    sink: float | Literal["learned"] | None = None
     affine: Affine | None = None
-    gate: str | float | None = None  # a key of GATES; without input: a number for all, "learned": one per head
+    gate: str | float | None = None
 
     def __post_init__(self):
         scores_of(self.logit, "AttentionSpec: ")

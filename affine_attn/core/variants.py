@@ -1,6 +1,6 @@
 """The named members of the family. Tests, benchmarks and the README table iterate over :data:`VARIANTS`."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -63,6 +63,26 @@ def _named(name: str) -> AttentionSpec:
             f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}, and several joined by +; {YOUR_OWN}"
         )
     return VARIANTS[name].spec
+
+
+def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
+    """The spec for models trained on sequences of this length."""
+    affine = spec.affine and replace(spec.affine, length=length)
+
+    def lengthened(logit: Any) -> Any:
+        if isinstance(logit, tuple):
+            return tuple(lengthened(part) for part in logit)
+        return replace(logit, length=length) if hasattr(logit, "length") else logit
+
+    return replace(spec, affine=affine, logit=lengthened(spec.logit))
+
+
+def name_of(spec: AttentionSpec) -> str | None:
+    """The variant that a spec is, whatever length it was trained with; None for any other attention."""
+    lengths = [getattr(part, "length", None) for part in (spec.scores.logit, spec.affine)]
+    # Lengths of 0 and "keys" are no lengths of training but other attention.
+    length = next((length for length in lengths if isinstance(length, int) and length), 2048)
+    return next((name for name, known in VARIANTS.items() if at_length(known.spec, length) == spec), None)
 
 
 def variants_table() -> str:

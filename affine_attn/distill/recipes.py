@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 from affine_attn.checks import nearest
 from affine_attn.core.spec import AttentionSpec
+from affine_attn.core.variants import at_length
 from affine_attn.data.shards import TEACHER_CACHE
 from affine_attn.distill.losses import LossSpec
 from affine_attn.errors import UserError, first_line
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
 from affine_attn.models.configuration import as_spec
-from affine_attn.models.presets import at_length, surroundings
+from affine_attn.models.presets import surroundings
 from affine_attn.runs.files import read_object
 from affine_attn.runs.layout import RECIPE
 

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from affine_attn.core.variants import at_length
 from affine_attn.data.shards import fingerprint
 from affine_attn.data.tokenizer import copy_files, require_regular_files, require_same_tokens
 from affine_attn.distill.data import held_out, sequences
@@ -30,7 +31,6 @@ from affine_attn.errors import UserError
 from affine_attn.models import PRESETS, AffineAttnForCausalLM, preset
 from affine_attn.models.folder import CARD, model_card
 from affine_attn.models.load import load
-from affine_attn.models.presets import at_length
 from affine_attn.runs.files import read_object, write_json, write_text
 from affine_attn.runs.layout import IDENTITY, RECIPE, RunFolder, result_name
 from affine_attn.runs.locks import alone_in_run

@@ -37,7 +37,7 @@ class LayerStatistics:
 @torch.no_grad()
 def collect_statistics(
     model: Any,
-    batches: Iterable[Mapping[str, Tensor]],
+    batches: Tensor | Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]],
     queries: bool = False,
     forward: Callable[[Any], Any] | None = None,
     visit: Callable[[int, dict[str, Any], AttentionStats], None] | None = None,
@@ -45,7 +45,8 @@ def collect_statistics(
     """Run the decoder of ``model`` on the batches and return the statistics of its layers, in order.
 
     model: an AffineAttn model, as it stands: its weights, moving averages, modes and random numbers stay untouched.
-    batches: arguments of the decoder, ``input_ids`` and what belongs to it. Without padding, whose queries would count.
+    batches: input_ids [B, T] or [T]; or arguments of the decoder, of one batch or of several. Without padding, whose
+        queries would count.
     queries: keep the numbers of every single query too. Memory is linear in the length with and without them.
     forward: what is done with a batch, where it is not the decoder that is called.
     visit: is shown each layer's number, its arguments of ``attention`` and their statistics, for more of the same kind.
@@ -60,12 +61,18 @@ def collect_statistics(
             visit(numbers[layer], call, stats)
 
     with evaluating(model), observe(layers, see):
-        for batch in batches:
+        for batch in _batches(batches):
             if forward is None:
                 model.base_model(**batch, use_cache=False)
             else:
                 forward(batch)
     return [entry.result() for entry in sums.values()]
+
+
+def _batches(given: Any) -> Iterable[Mapping[str, Tensor]]:
+    if isinstance(given, Tensor):
+        given = {"input_ids": given.view(-1, given.shape[-1])}
+    return [given] if isinstance(given, Mapping) else given
 
 
 def attention_layers(model: Any) -> list[AttentionLayer]:

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from affine_attn.core.spec import GATES, AttentionSpec
+from affine_attn.core.variants import at_length
 from affine_attn.errors import UserError
 from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
 from affine_attn.models.folder import HOW_TO_LOAD
 from affine_attn.models.load import load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
-from affine_attn.models.presets import at_length
 from affine_attn.models.remote_code import save_with_code
 from affine_attn.nn.layer import AttentionLayer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from affine_attn import __version__
 from affine_attn.core.spec import AttentionSpec
-from affine_attn.core.variants import VARIANTS
+from affine_attn.core.variants import VARIANTS, name_of
 from affine_attn.runs.files import write_text
 
 CARD = "README.md"
@@ -87,7 +87,7 @@ def _attention(config: Any, layers: list[AttentionSpec]) -> str:
         kinds.setdefault((spec, config.layer_window(layer)), []).append(str(layer))
     for (spec, window), places in kinds.items():
         which = "all" if len(kinds) == 1 else ", ".join(places)
-        named = next((name for name, known in VARIANTS.items() if _unsized(known.spec) == _unsized(spec)), None)
+        named = name_of(spec)
         about = f"`{named}` | {VARIANTS[named].formula} | {VARIANTS[named].source}" if named else "its own | |"
         rows.append(f"| {which} | {about} | {window or 'none'} |")
     specs = "\n".join(dict.fromkeys(f"    {json.dumps(spec.to_dict())}" for spec in layers))
@@ -98,14 +98,3 @@ def _attention(config: Any, layers: list[AttentionSpec]) -> str:
         else ""
     )
     return "\n".join(rows) + f"\n\n{specs}\n{own}"
-
-
-def _unsized(spec: AttentionSpec) -> dict[str, Any]:
-    """A spec without the training length, which differs from model to model of one variant."""
-    stages = spec.to_dict()
-    return {
-        name: {field: value for field, value in stage.items() if field != "length"}
-        if isinstance(stage, dict)
-        else stage
-        for name, stage in stages.items()
-    }

@@ -68,6 +68,9 @@ class AffineAttnAttention(AttentionLayer):
         )
         self.window = config.layer_window(layer_idx)
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", window={self.window}" if self.window else "")
+
     def forward(
         self,
         hidden_states: Tensor,

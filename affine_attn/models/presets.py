@@ -1,11 +1,12 @@
 """Named architectures: those the affine paper trains, their teachers, and small ones for tests and demos."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
+from affine_attn.checks import nearest
 from affine_attn.core.spec import Alibi, AttentionSpec, ScaleInvariant
-from affine_attn.core.variants import variant
+from affine_attn.core.variants import at_length, variant
 from affine_attn.errors import UserError
 from affine_attn.models.configuration import AffineAttnConfig, as_spec
 
@@ -86,32 +87,27 @@ for _name, (_hidden, _layers, _heads, _kv_heads, _vocabulary, _length) in _SMALL
     )
 
 
+# Transformers keeps the two that are not its own in rope_parameters.
+_FIELDS = {*(field.name for field in fields(AffineAttnConfig)), "num_labels", "rope_theta", "rope_scaling"}
+
+
 def preset(name: str, attention: Any = "affine", **changes: Any) -> AffineAttnConfig:
     """The configuration of a named architecture with a chosen attention; ``changes`` override single fields.
 
-    A variant given by name gets the preset's training sequence length where its formula has one; a spec is taken as is.
+    Those that are no field of it are refused. A variant given by name gets the preset's training sequence length where
+    its formula has one; a spec is taken as is.
     Positions and norms are those of ``surroundings``.
     """
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; allowed are {', '.join(PRESETS)}")
-    length, fields = PRESETS[name]
+    if unknown := next((field for field in changes if field not in _FIELDS), None):
+        raise UserError(f"preset: there is no field {unknown!r} of an AffineAttnConfig{nearest(unknown, _FIELDS)}")
+    length, architecture = PRESETS[name]
     each = attention if isinstance(attention, list | tuple) else [attention]
     specs = [at_length(variant(entry), length) if isinstance(entry, str) else as_spec(entry) for entry in each]
     chosen = specs if isinstance(attention, list | tuple) else specs[0]
-    settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | fields
+    settings: dict[str, Any] = {"attention": chosen, "tie_word_embeddings": True} | architecture
     return AffineAttnConfig(**(settings | surroundings(specs, length) | changes))
-
-
-def at_length(spec: AttentionSpec, length: int) -> AttentionSpec:
-    """The spec for models trained on sequences of this length."""
-    affine = spec.affine and replace(spec.affine, length=length)
-
-    def lengthened(logit: Any) -> Any:
-        if isinstance(logit, tuple):
-            return tuple(lengthened(part) for part in logit)
-        return replace(logit, length=length) if hasattr(logit, "length") else logit
-
-    return replace(spec, affine=affine, logit=lengthened(spec.logit))
 
 
 def surroundings(specs: Sequence[AttentionSpec], length: int) -> dict[str, Any]:

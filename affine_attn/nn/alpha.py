@@ -104,6 +104,11 @@ class AlphaGate(nn.Module):
         self._count.zero_()
         self._weight_version = None
 
+    def extra_repr(self) -> str:
+        heads, dim = self.w_a.shape
+        beta = f"length={self.length!r}" if self.affine.beta else "beta=False"
+        return f"dim={dim}, heads={heads}, phi={self.phi}, {beta}"
+
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """x [B, T, D], valid bool [B, T] (which tokens the average counts) -> alpha fp32 [B, H, T]."""
         if x.ndim != 3 or x.shape[2] != self.w_a.shape[1]:
@@ -119,10 +124,16 @@ class AlphaGate(nn.Module):
             self._accumulate(alpha.detach(), valid)
         return alpha
 
-    def beta(self, alpha: Tensor, mask: Mask, keys: int) -> Tensor | None:
-        """beta_i = (alpha_ma - alpha_i) / N_i, fp32 [B, H, Tq]; None where the spec has no beta."""
+    def beta(self, alpha: Tensor, mask: Mask = Mask(), keys: int | None = None) -> Tensor | None:
+        """beta_i = (alpha_ma - alpha_i) / N_i, fp32 [B, H, Tq]; None where the spec has no beta.
+
+        keys: of the call. By default as many as the tensors of the mask have, or as the queries, which a call with a
+        cache has more than.
+        """
         if self.length is None:
             return None
+        if keys is None:
+            keys = next((x.shape[-1] for x in (mask.documents, mask.padding) if x is not None), alpha.shape[2])
         if self.length == "keys":
             n = keys if mask.lengths is None else mask.lengths.long().clamp(min=1)[:, None, None]
         else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from affine_attn.api import attention
 from affine_attn.core.masks import Mask
 from affine_attn.core.spec import GATES, LEARNED_GATE, AttentionSpec, LogN, check_counts
-from affine_attn.core.variants import variant
+from affine_attn.core.variants import name_of, variant
 from affine_attn.nn.alpha import AlphaGate
 from affine_attn.nn.rope import Rope, rotate
 
@@ -100,6 +100,10 @@ class AttentionLayer(nn.Module):
             nn.init.zeros_(self.attn_gate.weight)
         if self.gate_scale is not None:
             nn.init.constant_(self.gate_scale, LEARNED_GATE)
+
+    def extra_repr(self) -> str:
+        spec = name_of(self.spec) or repr(self.spec)
+        return f"{spec}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
     def forward(
         self,

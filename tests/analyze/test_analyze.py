@@ -16,12 +16,12 @@ from affine_attn.analyze.measure import measure
 from affine_attn.analyze.run import Request, Target, analyze, analyze_all, targets, variant_name
 from affine_attn.cli import app
 from affine_attn.core.spec import ACTIVATIONS
+from affine_attn.core.variants import at_length
 from affine_attn.data.texts import load_sequences
 from affine_attn.distill.run import run
 from affine_attn.models import convert, preset
 from affine_attn.models.collect import collect_statistics
 from affine_attn.models.configuration import as_spec
-from affine_attn.models.presets import at_length
 from affine_attn.nn.alpha import alpha_gates
 from affine_attn.runs.analysis import FILE, MAPS, analyses_in, read_analysis
 from tests.support.analyzed import HOSTILE, models, text_file

@@ -46,6 +46,14 @@ def test_statistics_are_those_of_the_weights(attention):
             assert layer.query_alpha == []
 
 
+def test_tokens_alone_are_a_batch():
+    model, tokens = tiny_model("affine"), sequences(0, 2, 9)
+    (expected, *_) = collect_statistics(model, [{"input_ids": tokens}])
+    for given in (tokens, {"input_ids": tokens}):
+        torch.testing.assert_close(collect_statistics(model, given)[0].row_sum, expected.row_sum)
+    assert collect_statistics(model, tokens[0])[0].row_sum.isfinite().all()
+
+
 def test_mean_logit_weighs_every_visible_pair_alike():
     model = tiny_model("softmax")
     batches = [{"input_ids": sequences(0, 1, 5)}, {"input_ids": sequences(1, 1, 12)}]

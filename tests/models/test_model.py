@@ -543,6 +543,12 @@ def test_logits_bring_their_positions_and_norms():
     assert preset("nano", invariant.attention).to_dict() == invariant.to_dict()
 
 
+def test_unknown_fields_of_a_preset_are_refused():
+    with pytest.raises(ValueError, match=r"no field 'num_layers' of an AffineAttnConfig; did you mean num_labels"):
+        preset("nano", num_layers=3)
+    assert preset("nano", num_hidden_layers=3, rope_theta=500.0, num_labels=5).rope_parameters["rope_theta"] == 500.0
+
+
 def test_unknown_presets_are_refused():
     with pytest.raises(ValueError, match="unknown preset 'tiny'; allowed are qwen1"):
         preset("tiny")

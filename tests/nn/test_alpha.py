@@ -87,6 +87,10 @@ def test_beta_divides_by_the_larger_of_length_and_visible_keys(length, n):
     gate = _gate(length=length, start=0.7)
     alpha = torch.rand(1, HEADS, 4)
     torch.testing.assert_close(gate.beta(alpha, Mask(), 4), (0.7 - alpha) / torch.tensor(n))
+    # Without the number of keys there are as many as queries, or as the mask has.
+    torch.testing.assert_close(gate.beta(alpha), gate.beta(alpha, Mask(), 4))
+    documents = Mask(documents=torch.zeros(1, 9, dtype=torch.int64))
+    torch.testing.assert_close(gate.beta(alpha, documents), gate.beta(alpha, documents, 9))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64], ids=str)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from affine_attn import Affine, AttentionSpec
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.cli import app
-from affine_attn.core.variants import variant
+from affine_attn.core.variants import at_length, variant
 from affine_attn.distill.run import run
 from affine_attn.evaluate.results import TABLE_1
 from affine_attn.evaluate.run import Request as Measures
@@ -25,7 +25,6 @@ from affine_attn.evaluate.run import evaluate
 from affine_attn.figures.style import RUN_COLOURS
 from affine_attn.models import preset
 from affine_attn.models.load import ModelHandle
-from affine_attn.models.presets import at_length
 from affine_attn.report import figures, write_report
 from affine_attn.report.page import html
 from affine_attn.report.runs import read_runs
