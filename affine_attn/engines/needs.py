@@ -538,8 +538,8 @@ def flex(f: Facts) -> str | None:
         return "FlexAttention has no backward on the CPU" if f.has_grad else None
     if f.dtype == torch.float64:
         return "FlexAttention has no float64 on CUDA"
-    if not 16 <= f.head_dim <= 256:
-        return f"FlexAttention is used for head dims from 16 to 256 on CUDA, not {f.head_dim}"
+    if min(f.head_dim, f.value_dim) < 16 or max(f.head_dim, f.value_dim) > 256:
+        return f"FlexAttention is used for head dims from 16 to 256 on CUDA, not {_widths(f)}"
     return None
 
 

@@ -218,6 +218,16 @@ def test_the_widest_channels_are_those_that_the_operators_for_cuda_count():
         assert found is None if reason is None else str(found).endswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("widths", "taken"), [((16, 256), "flex"), ((64, 8), "blocked"), ((8, 64), "blocked"), ((64, 264), "blocked")]
+)
+def test_flex_has_neither_keys_nor_values_of_few_channels_on_cuda(widths, taken):
+    q, v = (torch.empty(1, 2, 20, width, dtype=torch.bfloat16) for width in widths)
+    call = checked_call(q, q, v, bias=torch.empty(20))
+    assert plan.choose(needs.facts_of(call, MACHINES["sm90"])) == taken
+    assert (plan.why_not("flex", call, on="sm90") is None) == (taken == "flex")
+
+
 def test_a_bias_that_needs_a_gradient_is_not_handed_to_a_stock_operator():
     q, bias = torch.randn(1, 2, 9, 16), torch.randn(9)
     assert plan.why_not("sdpa", checked_call(q, q, q, bias=bias)) is None
