@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
-from affine_attn import AttentionSpec, SoftCap, attention
+from affine_attn import AttentionSpec, Mask, SoftCap, attention
 from affine_attn.bench.accuracy import Shape, deviations, random_inputs
 from affine_attn.bench.timing import side_by_side
 from affine_attn.core.spec import Logits
@@ -73,22 +73,24 @@ def timed(name: str, shape: Shape, mode: str, device: torch.device, rounds: int)
     ]  # fmt: skip
 
 
-def step(shape: Shape, mode: str, device: torch.device, logit: Logits, impl: str) -> Callable[[], object]:
+def step(
+    shape: Shape, mode: str, device: torch.device, logit: Logits, impl: str, mask: Mask = Mask()
+) -> Callable[[], object]:
     """Return a call of attention, with the gradients of all inputs where the mode has them."""
     inputs = random_inputs(AttentionSpec(logit=logit), shape, torch.bfloat16, device)
-    run = partial(attention, **inputs, impl=impl)
+    run = partial(attention, **inputs, mask=mask, impl=impl)
     if mode == "forward":
         return torch.no_grad()(run)
     leaves = [x.requires_grad_() for x in inputs.values() if isinstance(x, Tensor)]
-    dy = torch.randn_like(inputs["q"])
+    dy = torch.randn_like(run())
     return lambda: torch.autograd.grad(run(), leaves, dy)
 
 
-def error(shape: Shape, device: torch.device, logit: Logits, impl: str) -> float:
+def error(shape: Shape, device: torch.device, logit: Logits, impl: str, mask: Mask = Mask()) -> float:
     """Return the largest error of y and the gradients, or raise if one is larger than the rule allows."""
-    found = deviations(impl, random_inputs(AttentionSpec(logit=logit), shape, torch.bfloat16, device))
+    found = deviations(impl, random_inputs(AttentionSpec(logit=logit), shape, torch.bfloat16, device), mask)
     if wrong := [f"{d.name} {d.error:.2e} > {d.allowed:.2e}" for d in found if not d.within]:
-        raise SystemExit(f"{impl} is wrong with {logit}: {', '.join(wrong)}")
+        raise SystemExit(f"{impl} is wrong with {logit} at {shape}: {', '.join(wrong)}")
     return max(d.error for d in found)
 
 
