@@ -90,6 +90,8 @@ def evaluate(
     folder, results = output or beside(handle.path, EVALUATION), []
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file: give a folder")
+    if (request.texts or request.shards) and not request.lengths:
+        print(_about_length(handle), file=sys.stderr)
     for measure in measures:
         result, path, was_there = measured_once(folder, *measure)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
@@ -195,7 +197,7 @@ def _compared(handle: ModelHandle, scored: dict[str, Any], scores: Path) -> bool
 
 
 def _text_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
-    lengths = request.lengths or _default_length(handle, request)
+    lengths = request.lengths or (_default_length(handle),)
     for place in (*request.texts, *request.shards):
         is_shards = place in request.shards
         if is_shards:
@@ -209,17 +211,17 @@ def _text_measures(handle: ModelHandle, request: Request) -> Iterator[Measure]:
             yield Measure(f"{kind}-{place.name.split('.')[0]}-{length}", identity, compute)
 
 
-def _default_length(handle: ModelHandle, request: Request) -> tuple[int, ...]:
-    """That of the model's training where it is known; says which it is."""
-    if not (request.texts or request.shards):
-        return ()
-    most, trained = handle.config.max_position_embeddings, handle.training_length
-    length = min(trained or LENGTH, most)
+def _default_length(handle: ModelHandle) -> int:
+    """That of the model's training, where it is known."""
+    return min(handle.training_length or LENGTH, handle.config.max_position_embeddings)
+
+
+def _about_length(handle: ModelHandle) -> str:
+    length, trained = _default_length(handle), handle.training_length
     why = "as in the model's training" if length == trained else "as many as the model has positions"
     if length == LENGTH != trained:
         why = "what the model was trained on is not known"
-    print(f"sequences of {length} tokens, {why}; --length gives others", file=sys.stderr)
-    return (length,)
+    return f"sequences of {length} tokens, {why}; --length gives others"
 
 
 def _measure_text(
