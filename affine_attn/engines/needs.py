@@ -220,7 +220,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
     (batch, heads, queries, head_dim), keys = q.shape, call.k.shape[2]
     if machine is None:
         machine = (
-            machine_of(q.device, launch.INTERPRETED, is_tracing=True)
+            machine_of(q.device, launch.INTERPRETED, is_tracing=True)._replace(capability=_capability_compiled_for(q))
             if is_tracing
             else _known_machine(q.device, launch.INTERPRETED)
         )
@@ -252,6 +252,16 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled(),
         (Questions if is_tracing else _answers)(batch, heads, queries, keys),
     )
+
+
+def _capability_compiled_for(q: torch.Tensor) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU that a compiler traces for; an exported program may run on another."""
+    is_here = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return _constant_capability(q.device) if is_here else None
+
+
+def _constant_capability(device: torch.device) -> tuple[int, int] | None:
+    return _known_machine(device, launch.INTERPRETED).capability
 
 
 def _known_of_documents(call: Call) -> str:
@@ -375,6 +385,9 @@ def fa4_unasked(f: Facts) -> str | None:
         return "since it has been timed on compute capability 9.0 alone"
     if not f.has_grad:
         return "since its forward has not been timed by itself"
+    if (reason := flash_attn_4_package()) is not None:
+        # Before sizes are looked at, which a compiler would then have to guard.
+        return f"since {reason}"
     if f.is_deterministic:
         return "since its deterministic backward has not been timed"
     if not f.causal:
@@ -387,18 +400,21 @@ def fa4_unasked(f: Facts) -> str | None:
         return "since it would wait for the device to count the documents, which Mask.packed knows"
     if not f.sizes.length:
         return f"since it has not been timed with fewer than {FA4_QUERIES} queries"
-    times = timed(f)
-    with_it, without = timings.fastest(times, True), timings.fastest(times, False)
-    is_faster = with_it is not None and without is not None and with_it[1] + FA4_MARGIN < without[1]
-    return None if is_faster else "since others took less time"
+    return None if timings.saved_by_fa4(*_point(f)) > FA4_MARGIN else "since others took less time"
 
 
 def timed(f: Facts) -> dict[timings.Pair, float]:
     """Return the times of kernels for the call, as those of the nearest one that was timed."""
+    return timings.of(*_point(f))
+
+
+def _point(f: Facts) -> tuple[str, int, int, str]:
     masks = {"documents": timings.DOCUMENTS, "window": timings.WINDOW}
     mask = next((kind for name, kind in masks.items() if name in f.restrictions), timings.CAUSAL)
     stages = timings.GATED if f.has_gate else timings.AFFINE if f.has_alpha or f.has_beta else timings.SINK
-    return timings.of(mask, f.head_dim, f.sizes.length, stages)
+    # A number of the table also where a compiler keeps that of the call open.
+    head_dim = next((known for known in timings.HEAD_DIMS if known == f.head_dim), f.head_dim)
+    return mask, head_dim, f.sizes.length, stages
 
 
 def flash_attn_4_package() -> str | None:
@@ -406,9 +422,10 @@ def flash_attn_4_package() -> str | None:
     return _flash_attn_4_package()
 
 
-# To a compiler its result is a constant: there is nothing to trace in an import. This is all that the decorator
-# torch.compiler.assume_constant_result does, but that imports the compiler.
-setattr(flash_attn_4_package, "_dynamo_marked_constant", True)  # noqa: B010
+# To a compiler their results are constants: there is nothing to trace in an import, the driver's answer or a table.
+# This is all that the decorator torch.compiler.assume_constant_result does, but that imports the compiler.
+for _constant in (flash_attn_4_package, _constant_capability, timings.saved_by_fa4):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 @functools.cache
@@ -608,7 +625,8 @@ def sm90_beside_fa4(f: Facts, s: Sizes) -> str | None:
     """What the sm90 forward needs to be the one of engine "fa4": it was timed, in training, and took less time."""
     if (reason := sm90_forward(f, s)) is not None:
         return reason
-    if fa4_unasked(f) is not None:
+    # A compiled forward does not know that its backward will come.
+    if fa4_unasked(f._replace(has_grad=True)) is not None:
         return "it has not been timed with the backward of FlashAttention-4"
     found = timings.fastest(timed(f), True)
     if found is None or found[0][0] != "sm90":

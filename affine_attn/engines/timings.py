@@ -64,3 +64,10 @@ def fastest(times: dict[Pair, float], has_fa4: bool) -> tuple[Pair, float] | Non
     """Return the pair that took least time, of those with FlashAttention-4 in them or of the others."""
     found = [(pair, time) for pair, time in times.items() if any("fa4" in kernel for kernel in pair) == has_fa4]
     return min(found, key=lambda entry: entry[1]) if found else None
+
+
+def saved_by_fa4(mask: str, head_dim: int, tokens: int, stages: str) -> float:
+    """Return how much less time it took with FlashAttention-4 than without, negative where it was more."""
+    times = of(mask, head_dim, tokens, stages)
+    with_it, without = fastest(times, True), fastest(times, False)
+    return without[1] - with_it[1] if with_it is not None and without is not None else 0.0

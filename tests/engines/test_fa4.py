@@ -137,6 +137,28 @@ def test_compiled_and_recomputed_calls(flash_attn_4, packed):
         torch.testing.assert_close(other, results[0])
 
 
+def test_auto_takes_it_in_compiled_calls_and_not_in_exports(flash_attn_4):
+    """A compiler asks for the GPU once; an exported program may run on another one."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 600, 64, dtype=torch.bfloat16, requires_grad=True)
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return module.forward
+
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return attention(q, q, q, Mask(window=64))
+
+    for dynamic in (None, True):
+        torch.compile(Attention(), backend=keep, fullgraph=True, dynamic=dynamic)(q).sum().backward()
+    graphs.append(torch.export.export(Attention(), (q,)).graph)
+    operators = [[str(node.target) for node in graph.nodes if "affine_attn" in str(node.target)] for graph in graphs]
+    taken, taken_dynamic, exported = (any("fa4" in name for name in names) for names in operators)
+    assert (taken, taken_dynamic, exported) == (True, True, False)
+
+
 def test_explain_says_that_a_first_call_compiles(flash_attn_4):
     q = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
     said = explain(q, q, q, Mask.packed([20, 44]), sink=torch.zeros(2), impl="fa4").splitlines()
@@ -214,9 +236,10 @@ def test_the_sm90_forward_beside_it_where_the_two_took_least_time(flash_attn_4, 
         plan.kernels.cache_clear()
         found = plan.kernels("fa4", f, s)
         assert (found.forward, found.backward) == pair
-    # Asked for by name where it has not been timed, in inference say.
+    # Asked for by name where it has not been timed.
     monkeypatch.setattr(timings, "of", lambda *_: times)
-    assert plan.kernels("fa4", f._replace(has_grad=False), s).forward == "fa4"
+    assert plan.kernels("fa4", f._replace(has_grad=False), s).forward == "sm90"
+    assert plan.kernels("fa4", f._replace(is_deterministic=True), s).forward == "fa4"
     plan.kernels.cache_clear()
 
 
