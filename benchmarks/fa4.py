@@ -31,6 +31,7 @@ from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
 from affine_attn.engines import needs, operator, plan, timings
 from affine_attn.engines.timings import Pair
+from affine_attn.kernels.epilogue import tiles
 from affine_attn.runs.files import write_text
 from benchmarks import record
 from benchmarks.record import RESULTS, Row
@@ -58,7 +59,7 @@ STAGES = {"sink": ("sink",), "affine": ("alpha", "beta"), "affine_gated": ("alph
 PLAIN = "FlashAttention-4"
 ROUND_MS = 12.0
 # Of a check: several tiles, none of them full.
-CHECKED_TOKENS, CHECKED_DOCUMENTS, CHECKED_WINDOW = 555, 90, 100
+CHECKED_TOKENS, CHECKED_DOCUMENTS, CHECKED_WINDOW = 555, 90, 200
 # Shapes that are timed in deterministic mode too, with this stage.
 DETERMINISTIC, OF_DETERMINISTIC = ("1B", "3B", "8k", "window 128", "documents 512"), "affine"
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that compiling may take")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further shape is timed")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--sliding", action="store_true", help="sums of values of windows slide along, without a table")
     parser.add_argument("--timings", action="store_true", help="write the table of the plan, and time nothing")
     options = parser.parse_args()
     if options.timings:
@@ -107,6 +109,7 @@ def work(
 ) -> None:
     device = torch.device("cuda")
     torch.set_num_threads(1)
+    tiles.SLIDES |= options.sliding
     try:
         rows, timed = prepare(name, device)
     finally:

@@ -23,6 +23,7 @@ from affine_attn.kernels import launch
 from affine_attn.kernels.decode.launch import CURVES as DECODE_CURVES
 from affine_attn.kernels.decode.launch import LOGITS as DECODE_LOGITS
 from affine_attn.kernels.device import capability, must_be_deterministic
+from affine_attn.kernels.epilogue.tiles import is_long
 from affine_attn.kernels.flash.launch import CURVES as FLASH_CURVES
 from affine_attn.kernels.flash.launch import LOGITS as FLASH_LOGITS
 from affine_attn.kernels.launch import ELEMENTWISE, gate_kind
@@ -185,6 +186,7 @@ class Facts(NamedTuple):
     causal: bool
     restrictions: tuple[str, ...]  # what hides keys besides causality, by name
     documents: str | None  # what is known of them
+    has_long_window: bool  # one whose sums of values slide along
     has_sink: bool
     has_row_sink: bool  # one for each token
     has_alpha: bool
@@ -243,6 +245,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.mask.causal,
         call.mask.restrictions,
         None if call.mask.documents is None else _known_of_documents(call),
+        is_long(call.mask.window),
         call.sink is not None,
         isinstance(call.sink, torch.Tensor) and call.sink.ndim == 3,
         call.alpha is not None,

@@ -64,6 +64,7 @@ OF_ONE_WIDTH = ("flash2", "flash_for_cpu", "cpu_masks")
 SUMS = {
     "running": "a running sum along the tokens, as the mask is causal",
     "restarting": "a running sum along each document",
+    "sliding": "a sum that slides along with the window",
     "whole": "one sum, as every query sees all keys",
     "table": "a row per query, from kernels for what a mask lets be seen",
     "pieces": "in torch, a piece of the mask at a time",
@@ -104,8 +105,9 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
     epilogue = "kernels" if needs.epilogue(f) is None else "torch"
     of_masks = "table" if epilogue == "kernels" else "pieces"
     has_packed = f.causal and f.restrictions == ("documents",) and f.documents != needs.SCATTERED
-    if epilogue == "kernels" and has_packed and not f.sizes.is_overlong:
-        of_masks = "restarting"
+    has_window = f.causal and f.restrictions == ("window",) and f.has_long_window
+    if epilogue == "kernels" and (has_packed or has_window) and not f.sizes.is_overlong:
+        of_masks = "restarting" if has_packed else "sliding"
     sums = of_masks if f.restrictions else "running" if f.causal else "whole"
     return Plan(forward, _if(f.has_grad, backward), epilogue, _if(f.has_beta, sums))
 

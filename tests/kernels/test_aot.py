@@ -25,6 +25,7 @@ from affine_attn.core.call import Call, checked_call  # noqa: E402
 from affine_attn.kernels import launch as launch_module  # noqa: E402
 from affine_attn.kernels.decode import launch as decode  # noqa: E402
 from affine_attn.kernels.epilogue import launch as epilogue  # noqa: E402
+from affine_attn.kernels.epilogue import tiles  # noqa: E402
 from affine_attn.kernels.flash import launch as flash  # noqa: E402
 from affine_attn.kernels.launch import Launch, function, run  # noqa: E402
 from affine_attn.kernels.sm90 import backward, forward  # noqa: E402
@@ -43,7 +44,9 @@ TILED = {"flash_forward_kernel", "flash_dkdv_kernel", "flash_dq_kernel", "flash_
 SPILLS = 96
 STACK_LIMIT = {
     # Timed on an H200 with these spills, which Triton 3.7 does not have (docs/log/flash-attention-4.md).
-    **{("epilogue_backward_kernel, restarting", head_dim): 112 for head_dim in (64, 128, 256)},
+    **{("epilogue_backward_kernel, restarts", head_dim): 112 for head_dim in (64, 128, 256)},
+    # Not timed; with alpha and beta alone, as affine attention has, it is 16 bytes or none.
+    **{("epilogue_backward_kernel, slides", head_dim): 128 for head_dim in (64, 128, 256)},
     ("flash_dkdv_kernel", 128): 256, ("flash_dkdv_kernel", 256): 256, ("decode_split_kernel", 64): 256,
 }  # fmt: skip
 
@@ -126,7 +129,8 @@ def _check(build: Build, target: Target, folder: Path) -> Any:
     shared, limit = compiled.metadata.shared, SHARED_LIMIT[target.capability]
     assert shared <= limit, f"{build.name} has {shared} bytes of shared memory"
     if target.capability == 90 and target.dtype != torch.float32:
-        name = build.name + (", restarting" if build.constants.get("RESTARTS") else "")
+        kinds = (kind for kind in ("RESTARTS", "SLIDES") if build.constants.get(kind))
+        name = ", ".join((build.name, *(kind.lower() for kind in kinds)))
         stack, limit = _stack(compiled, folder), STACK_LIMIT.get((name, target.head_dim), SPILLS)
         assert stack <= limit, f"{build.name} has {stack} bytes of stack"
     return compiled
@@ -181,6 +185,10 @@ def _packed_call(target: Target) -> Call:
     return _call(target, 8, 2, 4096, 8192, stages="sink alpha beta", gate="elementwise", mask=mask)
 
 
+def _windowed_call(target: Target) -> Call:
+    return _call(target, 8, 2, 4096, 8192, stages="sink alpha beta", gate="elementwise", mask=Mask(window=1000))
+
+
 def _launch_epilogue(call: Call) -> None:
     scaled = epilogue.scale_rows(call.q, _meta(2, 1, call.tq), torch.empty_like(call.q))
     output = epilogue.apply_epilogue(call, scaled, _meta(*call.q.shape[:3]), epilogue.begin(call))
@@ -221,6 +229,7 @@ CALLS: dict[str, Callable[[Target], None]] = {
     "epilogue_headwise": lambda t: _launch_epilogue(_call(t, 6, 2, stages="sink alpha beta", gate="headwise")),
     "epilogue_affine": lambda t: _launch_epilogue(_call(t, 8, 2, stages="alpha beta")),
     "epilogue_restarting": lambda t: _launch_epilogue(_packed_call(t)),
+    "epilogue_sliding": lambda t: _launch_epilogue(_windowed_call(t)),
     "epilogue_no_sums": lambda t: _launch_epilogue(_call(t, 8, 2, stages="sink alpha", gate="elementwise")),
     "flash": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=ScaleInvariant())),
     "flash_capped": lambda t: _launch_flash(_call(t, 4, 2, 256, logit=SoftCap())),
@@ -237,7 +246,8 @@ CALLS: dict[str, Callable[[Target], None]] = {
 
 @pytest.mark.parametrize("target", _targets())
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_compile_within_limits(name, target, launches, tmp_path):
+def test_kernels_compile_within_limits(name, target, launches, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "SLIDES", True)
     CALLS[name](target)
     for build in _builds(launches, target.capability):
         compiled = _check(build, target, tmp_path)
@@ -254,8 +264,9 @@ def test_kernels_compile_within_limits(name, target, launches, tmp_path):
                 assert loop.index("async_wait") < loop.index("async_copy_global_to_local"), build.name
 
 
-def test_no_kernel_is_left_out(launches):
+def test_no_kernel_is_left_out(launches, monkeypatch):
     """A kernel that none of these calls launches would not be compiled here, and may be dead."""
+    monkeypatch.setattr(tiles, "SLIDES", True)
     for launch_for in CALLS.values():
         launch_for(Target(90, torch.bfloat16, 64))
     _launch_sm90(_call(Target(90, torch.bfloat16, 64), 4, 2, stages="alpha beta"))

@@ -10,6 +10,7 @@ from affine_attn.engines import decode, needs
 from affine_attn.engines.plan import Plan, kernels, why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
+from affine_attn.kernels.epilogue import tiles
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.support.cases import CASES, CURVES, MASKS, SINKS, SPECS
 from tests.support.flash_attn_4 import flash_attn_4
@@ -395,3 +396,42 @@ def test_sums_of_values_restart_with_each_document(flash_attn_4, case):
     facts = needs.facts_of(checked_call(**inputs, mask=mask))
     assert kernels("fa4", facts, needs.NO_SIZES).sums == "restarting"
     assert not [d for d in deviations("fa4", inputs, mask) if not d.within]
+
+
+# (shape, window, spec): windows that are a multiple of segments, of tiles, of nothing, and longer than all keys; heads
+# that share values, and tiles of 16 and 32 tokens.
+SLIDING = {
+    "two_segments": (Shape(2, 4, 2, 300, 300, 32), 128, "sink+affine+gate"),
+    "of_tiles": (Shape(1, 2, 1, 330, 330, 32), 208, "affine"),
+    "odd": (Shape(1, 2, 2, 291, 291, 16), 150, "affine"),
+    "fewer_queries": (Shape(1, 2, 1, 91, 400, 32), 200, "sink+affine+gate"),
+    "longer_than_all": (Shape(1, 2, 1, 70, 100, 32), 640, "affine"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", SLIDING)
+def test_sums_of_values_slide_along_with_a_window(flash_attn_4, monkeypatch, case):
+    monkeypatch.setattr(tiles, "SLIDES", True)
+    shape, window, name = SLIDING[case]
+    inputs, mask = random_inputs(SPECS[name], shape, torch.float16), Mask(window=window)
+    facts = needs.facts_of(checked_call(**inputs, mask=mask))
+    assert kernels("fa4", facts, needs.NO_SIZES).sums == "sliding"
+    assert not [d for d in deviations("fa4", inputs, mask) if not d.within]
+
+
+@interpreted
+def test_an_infinite_value_is_in_the_sums_of_the_rows_that_see_it_and_in_no_other(monkeypatch):
+    """Nothing is subtracted, forward or backward."""
+    monkeypatch.setattr(tiles, "SLIDES", True)
+    inputs = random_inputs(SPECS["affine"], Shape(1, 2, 1, 400, 400, 32), torch.float16)
+    v, dy = inputs["v"], torch.ones_like(inputs["q"])
+    v[:, :, 100], dy[:, :, 300] = torch.inf, torch.inf
+    call = checked_call(**inputs, mask=Mask(window=130))
+    output = epilogue.apply_epilogue(call, torch.zeros_like(dy), torch.zeros(1, 2, 400), epilogue.begin(call))
+    assert output.y.isfinite().all((0, 1, 3)).tolist() == [not 100 <= i < 230 for i in range(400)]
+    rows = epilogue.RowGradients(call, dy, output)
+    with rows.incoming():
+        pass
+    dv = rows.finish(*(torch.zeros_like(x) for x in (call.q, call.k, call.v))).v
+    assert dv.isfinite().all((0, 1, 3)).tolist() == [not 170 < j <= 300 for j in range(400)]

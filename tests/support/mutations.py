@@ -259,8 +259,8 @@ MUTATIONS: dict[str, Mutation] = {
         _in("kernels/aot", "kernels_compile_within_limits[flash_other_width-sm90-bf16-D64]"),
     ),
     "values are as wide as keys to the epilogue": Mutation(
-        TILES, "make(call.q.shape[:3], call.v.shape, mask.causal, sums, restarts)",
-        "make(call.q.shape[:3], call.k.shape, mask.causal, sums, restarts)",
+        TILES, "make(call.q.shape[:3], call.v.shape, mask.causal, sums, restarts, window)",
+        "make(call.q.shape[:3], call.k.shape, mask.causal, sums, restarts, window)",
         _in("kernels/interpreter", "values_of_another_width_than_keys"),
     ),
     "sums for values are as wide as keys": Mutation(

@@ -18,6 +18,11 @@ both to it.
 RESTARTS: sums begin anew with each document, and p_first [B, keys] says where a slot's document begins. What goes from
 tile to tile, from segment to segment and from block to block is then the sum over the document that the next one
 begins in. No sum is ever of more than one document: nothing is subtracted that a row does not see.
+
+SLIDES: a row sees the last ``window`` slots, two segments at least. Its sum has four parts: its tile up to it; what
+comes before that in its segment; whole segments; and where the window begins, the end of a segment, which is the end of
+a tile and the tiles after that. A small kernel prepares the sum from each tile to the end of its segment. With the
+slots of the keys the same holds the other way round for dv, where a tile is a segment.
 """
 
 import triton
@@ -54,6 +59,44 @@ def value_sums_kernel(
 
 
 @triton.jit
+def tile_sums_kernel(
+    p_v, p_sums, stride_vb, stride_vh, stride_vt, kv_heads, keys, first, segments,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, T: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """sums[bh, n] = sum of the values from tile n of the keys to the end of its segment; some columns of a segment."""
+    SLICES: tl.constexpr = D // SLICE
+    TILES: tl.constexpr = LENGTH // T
+    part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
+    o_d, o_t = part * SLICE + tl.arange(0, SLICE), first + segment * LENGTH + tl.arange(0, LENGTH)
+    m_v = ((o_t >= 0) & (o_t < keys))[:, None] & (o_d < HEAD_DIM)[None, :]
+    p_v += (bh // kv_heads) * stride_vb + (bh % kv_heads) * stride_vh
+    b_v = tl.load(p_v + o_t[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_v, other=0.0)
+    b_totals = tl.sum(tl.reshape(b_v.to(tl.float32), [TILES, T, SLICE]), 1)
+    p_rows = p_sums + (bh * segments * TILES + segment * TILES + tl.arange(0, TILES))[:, None] * D + o_d[None, :]
+    tl.store(p_rows, tl.cumsum(b_totals, 0, reverse=True))
+
+
+@triton.jit
+def _sum_of_segments(p_sums, start, stop, o_d, TILES: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """Sum of whole segments, of which every one is the sum from its first tile."""
+    b_sum = tl.zeros(o_d.shape, tl.float32)
+    for segment in range(start, stop, ROWS):
+        o_segment = segment + tl.arange(0, ROWS)
+        p_rows = p_sums + (o_segment * TILES)[:, None] * D + o_d[None, :]
+        b_sum += tl.sum(tl.load(p_rows, mask=(o_segment < stop)[:, None], other=0.0), 0)
+    return b_sum
+
+
+@triton.jit
+def _first_seen(p_v, o_slot, m_d, window, stride_vt, o_d, T: tl.constexpr):
+    """The first value that each row of a tile sees and not all do: a row sees them from its own on."""
+    o_seen = o_slot - window + 1
+    m_seen = ((tl.arange(0, T) < T - 1) & (o_seen >= 0))[:, None] & m_d
+    return tl.load(p_v + o_seen[:, None].to(tl.int64) * stride_vt + o_d[None, :], mask=m_seen, other=0.0)
+
+
+@triton.jit
 def _first_slot(p_first, b, o_slot, keys):
     """Return where the documents of slots begin; past the end that of the last one."""
     return tl.load(p_first + b * keys + tl.minimum(o_slot, keys - 1))
@@ -75,6 +118,13 @@ def _running_sums(b_v, b_before, b_first, o_slot, start, o_d):
 
 
 @triton.jit
+def _sliding_sums(b_v, b_old, b_base):
+    """Sums over the window of each row of a tile: b_old are the first values seen, b_base the sum that all rows see."""
+    b_u = tl.cumsum(b_v.to(tl.float32), 0) + tl.cumsum(b_old.to(tl.float32), 0, reverse=True)
+    return b_u + b_base[None, :]
+
+
+@triton.jit
 def _sums_from_rows(b_weighted, b_total, b_first, b_next, next_first, o_d):
     """Sums from each row of a tile to the end of its document; b_next has the documents of the slots after the rows',
     b_total the sum after the tile over the document that begins at ``next_first``."""
@@ -88,9 +138,9 @@ def epilogue_kernel(
     p_o, p_z, p_v, p_first, p_sums, p_before, p_sink, p_alpha, p_beta, p_gate, p_y, p_lse,
     stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_yb, stride_yh, stride_yt, stride_sb, stride_sh, stride_st,
-    kv_heads, queries, tiles, older, n_older, segments, blocks, block_segments, constant_sink,
+    kv_heads, queries, tiles, older, n_older, segments, blocks, block_segments, window, constant_sink,
     SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, RESTARTS: tl.constexpr,
-    GATE: tl.constexpr, KEEP_OUT: tl.constexpr,
+    SLIDES: tl.constexpr, UNEVEN: tl.constexpr, GATE: tl.constexpr, KEEP_OUT: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     T: tl.constexpr, LENGTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +156,18 @@ def epilogue_kernel(
     b, kv_head = bh // kv_heads, bh % kv_heads
     heads = kv_heads * CHUNKS * CHUNK
     o_d = part * SLICE + tl.arange(0, SLICE)
-    if SUMS == RUNNING or SUMS == WHOLE:
+    if SLIDES:
+        # In tiles and segments of the keys, from the first one on: where the program begins, and the windows of its
+        # first tile's rows.
+        TILES: tl.constexpr = LENGTH // T
+        p_sums += bh * segments * TILES * D
+        own, back = n_older + segment, window // T
+        far = tl.cdiv(back, TILES)
+        left = (own * TILES + 1 - back + far * TILES) // TILES - far
+        b_before = tl.zeros([SLICE], tl.float32)
+        b_between = _sum_of_segments(p_sums, tl.maximum(left + 2, 0), own, o_d, TILES, D, 16)
+        b_next = _sum_of_segments(p_sums, tl.maximum(left + 1, 0), tl.minimum(left + 2, own), o_d, TILES, D, 1)
+    elif SUMS == RUNNING or SUMS == WHOLE:
         start = 0
         if RESTARTS:
             # The segment that its document begins in.
@@ -126,6 +187,21 @@ def epilogue_kernel(
         if SUMS == RUNNING:
             p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
             b_v = tl.load(p_slot, mask=m_td & (older + o_td >= 0), other=0.0)
+        if SLIDES:
+            p_values, m_d = p_v + b * stride_vb + kv_head * stride_vh, (o_d < HEAD_DIM)[None, :]
+            b_old = _first_seen(p_values, older + o_t, m_d, window, stride_vt, o_d, T)
+            # The first whole tile in the windows of all rows.
+            whole = own * TILES + (tile - segment * TILES) + 1 - back
+            b_base = tl.load(p_sums + whole * D + o_d, mask=(o_d < D) & (whole >= 0), other=0.0)
+            if UNEVEN:
+                o_odd = older + (tile + 1) * T - window + tl.arange(0, T)
+                m_odd = ((o_odd < older + (tile + 1) * T - back * T) & (o_odd >= 0))[:, None] & m_d
+                p_odd = p_values + o_odd[:, None].to(tl.int64) * stride_vt + o_d[None, :]
+                b_base += tl.sum(tl.load(p_odd, mask=m_odd, other=0.0).to(tl.float32), 0)
+            b_base += b_between + b_before
+            b_base += tl.where((whole + far * TILES) // TILES - far == left, b_next, 0.0)
+            tl.store(p_before + (bh * tiles + tile) * D + o_d, b_base)
+        elif SUMS == RUNNING:
             tl.store(p_before + (bh * tiles + tile) * D + o_d, b_before)
         if RESTARTS:
             b_first = _first_slot(p_first, b, older + o_t, older + queries)
@@ -155,6 +231,8 @@ def epilogue_kernel(
                     b_gates = b_gates + (tl.load(p_g, mask=m_td, other=0.0),)
             if RESTARTS:
                 b_u = _running_sums(b_v, b_before, b_first, older + o_t, older + tile * T, o_d)
+            elif SLIDES:
+                b_u = _sliding_sums(b_v, b_old, b_base)
             elif SUMS == RUNNING:
                 b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
             for i in tl.static_range(CHUNK):
@@ -303,18 +381,18 @@ def epilogue_backward_kernel(
     stride_db, stride_dh, stride_dt, stride_ob, stride_oh, stride_ot, stride_vb, stride_vh, stride_vt,
     stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_wt, stride_ab, stride_ah, stride_at,
     stride_sb, stride_sh, stride_st, stride_part,
-    kv_heads, queries, tiles, older, segments,
-    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, RESTARTS: tl.constexpr, GATE: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
-    T: tl.constexpr, LENGTH: tl.constexpr,
+    kv_heads, queries, tiles, older, segments, window,
+    SINK: tl.constexpr, HAS_ALPHA: tl.constexpr, SUMS: tl.constexpr, RESTARTS: tl.constexpr, SLIDES: tl.constexpr,
+    GATE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    SLICE: tl.constexpr, T: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sink, alpha, beta and gate, and what dv wants: beta * gate * dy summed over the heads of a group.
 
     The size of the row factor is in lse, its sign in the incoming gradient of the attention: dy comes with rows negated
     where the factor is negative; under an elementwise gate that gradient is written here, do = sign * gate * dy.
     Gradients of row statistics are sums over columns: each slice writes its part. With running sums p_weighted gets
-    the sum from a row to the end of its segment and p_totals the whole segment's; with a table p_weighted gets every
-    row by itself.
+    the sum from a row to the end of its segment and p_totals the whole segment's; with a table, or sums that slide,
+    p_weighted gets every row by itself.
     """
     SLICES: tl.constexpr = D // SLICE
     part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
@@ -337,6 +415,9 @@ def epilogue_backward_kernel(
             p_slot = p_v + b * stride_vb + kv_head * stride_vh + (older + o_td) * stride_vt + o_d[None, :]
             b_v = tl.load(p_slot, mask=m_v, other=0.0)
             b_before = tl.load(p_before + (bh * tiles + tile) * D + o_d)
+        if SLIDES:
+            p_values, m_d = p_v + b * stride_vb + kv_head * stride_vh, (o_d < HEAD_DIM)[None, :]
+            b_old = _first_seen(p_values, older + o_t, m_d, window, stride_vt, o_d, T)
         if RESTARTS:
             b_first = _first_slot(p_first, b, older + o_t, older + queries)
             next_first = _first_slot(p_first, b, older + (tile + 1) * T, older + queries)
@@ -373,6 +454,8 @@ def epilogue_backward_kernel(
                     b_gates = b_gates + (tl.full([T], 1.0, tl.float32),)
             if RESTARTS:
                 b_u = _running_sums(b_v, b_before, b_first, older + o_t, older + tile * T, o_d)
+            elif SLIDES:
+                b_u = _sliding_sums(b_v, b_old, b_before)
             elif SUMS == RUNNING:
                 b_u = tl.cumsum(b_v.to(tl.float32), 0) + b_before[None, :]
             for i in tl.static_range(CHUNK):
@@ -418,7 +501,9 @@ def epilogue_backward_kernel(
             b_total = tl.sum(tl.where((o_t == tile * T)[:, None], b_from, 0.0), 0)
         elif SUMS != NO_SUMS:
             b_more = tl.sum(b_weighted, 0)
-            if SUMS == RUNNING:
+            if SLIDES:
+                tl.store(p_rows, b_weighted.to(p_weighted.dtype.element_ty), mask=m_td)
+            elif SUMS == RUNNING:
                 # The sum from a row on, as what the rows before it leave of the total: a reversed scan takes twice the
                 # shuffles, and shuffles are what this kernel runs out of first.
                 b_from = (b_more + b_total)[None, :] - (tl.cumsum(b_weighted, 0) - b_weighted)
@@ -538,3 +623,45 @@ def add_seen_by_kernel(
                     p_gate += stride_gh
                 if HAS_ALPHA:
                     p_alpha += queries
+
+
+@triton.jit
+def add_window_kernel(
+    p_dv, p_weighted, p_totals, stride_nb, stride_nh, stride_nt, kv_heads, keys, queries, older, n_older, segments,
+    window, UNEVEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """dv of a key += the weighted rows of the ``window`` queries from its slot on; some columns of a segment."""
+    SLICES: tl.constexpr = D // SLICE
+    part, segment = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    bh = tl.program_id(1).to(tl.int64)
+    b, kv_head = bh // kv_heads, bh % kv_heads
+    o_d, o_r = part * SLICE + tl.arange(0, SLICE), tl.arange(0, LENGTH)
+    m_d = (o_d < HEAD_DIM)[None, :]
+    # Queries that stand where the segment's slots are.
+    first = (segment - n_older) * LENGTH
+    o_slot = older + first + o_r
+    m_slot = ((o_slot >= 0) & (o_slot < keys))[:, None] & m_d
+    p_slot = p_dv + b * stride_nb + kv_head * stride_nh + o_slot[:, None].to(tl.int64) * stride_nt + o_d[None, :]
+    b_dv = tl.load(p_slot, mask=m_slot, other=0.0)
+    b_own = _weighted_rows(p_weighted, bh, first + o_r, queries, m_d, o_d, HEAD_DIM)
+    # A key is seen by the queries of the window's end that the keys before it are not seen by.
+    o_end = tl.where(o_r > 0, first + window - 1 + o_r, -1)
+    b_end = _weighted_rows(p_weighted, bh, o_end, queries, m_d, o_d, HEAD_DIM)
+    whole = window // LENGTH
+    p_totals += bh * segments * D
+    start, stop = tl.maximum(segment - n_older + 1, 0), tl.minimum(segment - n_older + whole, segments)
+    b_all = _sum_of_segments(p_totals, start, stop, o_d, 1, D, 16)
+    if UNEVEN:
+        o_odd = first + whole * LENGTH + o_r
+        o_odd = tl.where(o_odd < first + window, o_odd, -1)
+        b_all += tl.sum(_weighted_rows(p_weighted, bh, o_odd, queries, m_d, o_d, HEAD_DIM), 0)
+    b_sum = tl.cumsum(b_own, 0, reverse=True) + tl.cumsum(b_end, 0) + b_all[None, :]
+    tl.store(p_slot, (b_dv.to(tl.float32) + b_sum).to(p_dv.dtype.element_ty), mask=m_slot)
+
+
+@triton.jit
+def _weighted_rows(p_weighted, bh, o_t, queries, m_d, o_d, HEAD_DIM: tl.constexpr):
+    m_t = (o_t >= 0) & (o_t < queries)
+    p_rows = p_weighted + (bh * queries + o_t[:, None].to(tl.int64)) * HEAD_DIM + o_d[None, :]
+    return tl.load(p_rows, mask=m_t[:, None] & m_d, other=0.0).to(tl.float32)

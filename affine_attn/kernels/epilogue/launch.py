@@ -118,6 +118,7 @@ def _forward(
         **sink_strides(of_sink), "kv_heads": tiling.walkers, "queries": tiling.queries, "tiles": tiling.tiles,
         "older": tiling.older, "n_older": tiling.n_older, "segments": tiling.key_segments, "blocks": tiling.blocks,
         "block_segments": tiling.block_segments, "constant_sink": constant_sink,
+        "UNEVEN": tiling.window % tiling.tile.tokens > 0,
         "SINK": sink, "HAS_ALPHA": has_alpha, "GATE": gate,
         "KEEP_OUT": not in_place, "BLOCKS": 1 << tiling.blocks.bit_length(),
         **tiling.constants(tiling.tile.columns),
@@ -211,7 +212,7 @@ class RowGradients:
             p_dsink=dsink, p_dalpha=dalpha, p_dbeta=dbeta, p_dgate=dgate if self.dgate is None else self.dgate,
             p_do=self.do, p_weighted=self.weighted, p_totals=self.totals,
         )  # fmt: skip
-        if self.totals is not None:
+        if self.totals is not None and not tiling.window:
             launch = _sums_from_each(self.totals.shape, self.totals.shape, tiling if tiling.restarts else None)
             launch(p_totals=self.totals, p_sums=self.totals, p_first=self.first)
 
@@ -219,8 +220,11 @@ class RowGradients:
         """Add to dv what beta gives each value from the queries that see it, and restore the negated rows of dy."""
         call, tiling = self.call, self.tiling
         is_negated, gate = self.do is None, call.gate
-        if is_negated and tiling.sums != RUNNING:
+        if is_negated and (tiling.sums != RUNNING or tiling.window):
             negate_rows(call, self.dy)
+        if tiling.window:
+            _window_values(tiling, dv.stride())(p_dv=dv, p_weighted=self.weighted, p_totals=self.totals)
+            return
         if self.weighted is not None and tiling.sums == TABLE:
             visible_sums.add_seen_by(call, self.weighted, dv)
         if tiling.sums == RUNNING:
@@ -307,6 +311,19 @@ def _values(
     }  # fmt: skip
     grid = (cdiv(tiling.queries, tokens), tiling.batch * tiling.kv_heads)
     return Prepared("epilogue.kernels.add_seen_by_kernel", grid, numbers)
+
+
+@prepared
+def _window_values(tiling: Tiling, of_dv: tuple[int, ...]) -> Prepared:
+    columns = min(VALUE_COLUMNS, tiling.d)
+    numbers: dict[str, Any] = {
+        **strides(of_dv, "n"), "kv_heads": tiling.kv_heads, "keys": tiling.keys, "queries": tiling.queries,
+        "older": tiling.older, "n_older": tiling.n_older, "segments": tiling.query_segments, "window": tiling.window,
+        "UNEVEN": tiling.window % tiling.tile.segment > 0, "HEAD_DIM": tiling.head_dim, "D": tiling.d,
+        "SLICE": columns, "LENGTH": tiling.tile.segment, "num_warps": 2,
+    }  # fmt: skip
+    grid = (tiling.key_segments * (tiling.d // columns), tiling.batch * tiling.kv_heads)
+    return Prepared("epilogue.kernels.add_window_kernel", grid, numbers)
 
 
 def sum_from_each(totals: Tensor, sums: Tensor) -> None:
@@ -437,15 +454,21 @@ def new_saved_sums(call: Call) -> Tensor:
 
 
 def new_value_sums(call: Call) -> Tensor:
-    """Allocate for :func:`sum_values`: the sum of values before each segment in its block, then each block's total."""
+    """Allocate for :func:`sum_values`: the sum of values before each segment in its block, then each block's total; for
+    sums that slide that from each tile to the end of its segment."""
     t = tiling_of(call)
-    shape = (t.batch * t.kv_heads, t.key_segments + t.blocks, t.d)
+    rows = t.key_segments * (t.tile.segment // t.tile.tokens) if t.window else t.key_segments + t.blocks
+    shape = (t.batch * t.kv_heads, rows, t.d)
     return torch.empty(shape, dtype=torch.float32, device=call.v.device)
 
 
 def sum_values(call: Call, sums: Tensor, first: Tensor | None = None) -> None:
     """Fill ``sums``, of :func:`new_value_sums`, which the forward reads and nobody keeps."""
-    _value_sums(tiling_of(call), call.v.stride())(p_v=call.v, p_first=first, p_sums=sums)
+    tiling = tiling_of(call)
+    if tiling.window:
+        _tile_sums(tiling, call.v.stride())(p_v=call.v, p_sums=sums)
+    else:
+        _value_sums(tiling, call.v.stride())(p_v=call.v, p_first=first, p_sums=sums)
 
 
 @prepared
@@ -459,6 +482,18 @@ def _value_sums(tiling: Tiling, of_v: tuple[int, ...]) -> Prepared:
     }  # fmt: skip
     grid = (tiling.blocks * (tiling.d // columns), tiling.batch * tiling.kv_heads)
     return Prepared("epilogue.kernels.value_sums_kernel", grid, numbers)
+
+
+@prepared
+def _tile_sums(tiling: Tiling, of_v: tuple[int, ...]) -> Prepared:
+    columns = min(VALUE_COLUMNS, tiling.d)
+    numbers: dict[str, Any] = {
+        **strides(of_v, "v"), "kv_heads": tiling.kv_heads, "keys": tiling.keys, "first": tiling.first,
+        "segments": tiling.key_segments, "HEAD_DIM": tiling.head_dim, "D": tiling.d, "SLICE": columns,
+        "T": tiling.tile.tokens, "LENGTH": tiling.tile.segment, "num_warps": 1,
+    }  # fmt: skip
+    grid = (tiling.key_segments * (tiling.d // columns), tiling.batch * tiling.kv_heads)
+    return Prepared("epilogue.kernels.tile_sums_kernel", grid, numbers)
 
 
 def contiguous_rows(x: Tensor | None) -> Tensor | None:

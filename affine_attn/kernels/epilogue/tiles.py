@@ -38,6 +38,10 @@ TILES_WITHOUT_SUMS = {
 }
 # Most query heads a program has in flight, and most columns of them: more would not fit its registers.
 _CHUNK, _CHUNK_COLUMNS = 4, 384
+# Keys of the shortest windows whose sums slide along: they begin before the segment of the row, two segments at most.
+SLIDING = 128
+# Not before the kernels have run on a GPU: benchmarks/fa4.py --sliding.
+SLIDES = False
 # The sums of values go block by block of segments: tokens of a block at least, blocks at most.
 _BLOCK, _BLOCKS = 256, 31
 
@@ -54,6 +58,7 @@ class Tiling(NamedTuple):
     tile: Tile
     sums: int
     restarts: bool  # running sums begin anew with each document
+    window: int  # running sums are of so many slots; 0: of all
     d: int  # head_dim rounded up to a power of two
     tiles: int
     query_segments: int
@@ -84,20 +89,23 @@ class Tiling(NamedTuple):
         group = self.heads // self.walkers
         chunk = max(n for n in range(1, min(_CHUNK, _CHUNK_COLUMNS // columns) + 1) if group % n == 0)
         return {
-            "SUMS": self.sums, "RESTARTS": self.restarts, "CHUNKS": group // chunk, "CHUNK": chunk,
+            "SUMS": self.sums, "RESTARTS": self.restarts, "SLIDES": self.window > 0, "window": self.window,
+            "CHUNKS": group // chunk, "CHUNK": chunk,
             "HEAD_DIM": self.head_dim, "D": self.d, "SLICE": columns, "T": self.tile.tokens,
             "LENGTH": self.tile.segment, "num_warps": self.tile.warps,
         }  # fmt: skip
 
 
 def tiling_of(call: Call) -> Tiling:
-    mask, sums, restarts = call.mask, NO_SUMS, False
+    mask, sums, restarts, window = call.mask, NO_SUMS, False, 0
     if call.beta is not None:
         restarts = sums_restart(call)
-        sums = TABLE if mask.restrictions and not restarts else RUNNING if mask.causal else WHOLE
+        window = mask.window or 0 if sums_slide(call) else 0
+        is_hidden = mask.restrictions and not (restarts or window)
+        sums = TABLE if is_hidden else RUNNING if mask.causal else WHOLE
     # Sizes that a compiler keeps open have no hash.
     make = _tiling if type(call.q) is Tensor else _tiling.__wrapped__
-    return make(call.q.shape[:3], call.v.shape, mask.causal, sums, restarts)
+    return make(call.q.shape[:3], call.v.shape, mask.causal, sums, restarts, window)
 
 
 def sums_restart(call: Call) -> bool:
@@ -106,8 +114,20 @@ def sums_restart(call: Call) -> bool:
     return mask.contiguous and mask.causal and mask.restrictions == ("documents",) and call.tq <= call.tk
 
 
+def sums_slide(call: Call) -> bool:
+    """Return True if the sums of visible values slide along with a window."""
+    mask = call.mask
+    return mask.causal and mask.restrictions == ("window",) and is_long(mask.window) and call.tq <= call.tk
+
+
+def is_long(window: int | None) -> bool:
+    return SLIDES and window is not None and window >= SLIDING
+
+
 @functools.lru_cache(1024)
-def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: int, restarts: bool) -> Tiling:
+def _tiling(
+    rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: int, restarts: bool, window: int
+) -> Tiling:
     batch, heads, queries = rows
     _, kv_heads, keys, head_dim = of_v
     d = padded(head_dim)
@@ -119,6 +139,6 @@ def _tiling(rows: tuple[int, ...], of_v: tuple[int, ...], causal: bool, sums: in
     older, covered = (keys - queries, queries) if causal else (0, keys)
     n_older = max(0, cdiv(older, tile.segment))
     return Tiling(
-        batch, heads, kv_heads, queries, keys, head_dim, tile, sums, restarts, d, cdiv(queries, tile.tokens),
+        batch, heads, kv_heads, queries, keys, head_dim, tile, sums, restarts, window, d, cdiv(queries, tile.tokens),
         cdiv(queries, tile.segment), n_older + cdiv(covered, tile.segment), older, n_older,
     )  # fmt: skip
