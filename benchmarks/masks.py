@@ -103,7 +103,7 @@ def alibi(tokens: int) -> Case:
 
 
 def scale_invariant(tokens: int) -> Case:
-    """Over plain causal attention: torch alone has no operator for it."""
+    """Return the case over plain causal attention: torch alone has no operator for it."""
     peer = {"SDPA, plain scores": peers.causal}
     return Case("scale_invariant", Mask(), peer, logit=ScaleInvariant(), is_yardstick=True)
 

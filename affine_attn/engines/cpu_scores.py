@@ -48,7 +48,7 @@ def backward(
         for share in _shares(blocks, q, k):
             of_rows, of_keys = share.of_rows, share.of_keys
             p = share.scores(q, k, scale, buffers[0]).sub_(z[of_rows]).exp_()
-            ds = share.products(do, v, buffers[1]).sub_(along[of_rows]).mul_(p)
+            ds = share.matmul(do, v, buffers[1]).sub_(along[of_rows]).mul_(p)
             ds = ds if share.factor is None else ds.mul_(share.factor)
             p, ds = share.by_kv_head(p), share.by_kv_head(ds)
             queries, incoming = (share.by_kv_head(x[of_rows]) for x in (q, do))
@@ -67,7 +67,7 @@ class _Share(NamedTuple):
     mask: Tensor
     factor: Tensor | None
 
-    def products(self, q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
+    def matmul(self, q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
         """Return q.k of the share [B, H, rows, keys], in the buffer."""
         q, k = q[self.of_rows], k[self.of_keys]
         shape = (*q.shape[:3], k.shape[2])
@@ -75,7 +75,7 @@ class _Share(NamedTuple):
         return torch.bmm(q.reshape(out.shape[0], -1, q.shape[3]), k.flatten(0, 1).mT, out=out).view(shape)
 
     def scores(self, q: Tensor, k: Tensor, scale: float, buffer: Tensor) -> Tensor:
-        s = self.products(q, k, buffer)
+        s = self.matmul(q, k, buffer)
         if self.factor is None:
             return s.mul_(scale).add_(self.mask)
         return torch.addcmul(self.mask, s, self.factor, value=scale, out=s)
@@ -87,7 +87,7 @@ class _Share(NamedTuple):
 
 
 def _shares(blocks: Iterable[Piece], q: Tensor, k: Tensor) -> Iterator[_Share]:
-    """As many sequences and heads at a time as have scores for the buffer."""
+    """Yield as many sequences and heads at a time as the buffer has room for, by their scores."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     for block in blocks:
         first, end, _ = block.sequences.indices(q.shape[0])
