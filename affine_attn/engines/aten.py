@@ -36,7 +36,7 @@ def forward(
     """Return (o, z) of plain attention by a kernel of ``plan.KERNELS``; windows are those of "flash2" alone."""
     if _is_countable(q, k, v):
         return _forward(kernel, q, k, v, scale, causal, window)
-    o, z = _new_output(q, v), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    o, z = new_output(q, v), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
     for share in _shares(q, k, v):
         part = _forward(kernel, q[share.of_q], k[share.of_kv], v[share.of_kv], scale, causal, window)
         o[share.of_q], z[share.of_q] = part
@@ -71,7 +71,7 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _new_output(q: Tensor, v: Tensor) -> Tensor:
+def new_output(q: Tensor, v: Tensor) -> Tensor:
     """Allocate o [B, H, Tq, Dv], in the layout of q where it is as wide."""
     return torch.empty_like(q) if q.size(3) == v.size(3) else q.new_empty(*q.shape[:3], v.size(3))
 
@@ -154,7 +154,7 @@ def forward_in_pieces(
     kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, pieces: Iterable[Piece]
 ) -> tuple[Tensor, Tensor]:
     """Return (o, z) of rows and keys in the order of the pieces; both are 0 in rows that see nothing."""
-    o, z = _new_output(q, v).zero_(), torch.zeros(q.shape[:3], dtype=row_dtype(q), device=q.device)
+    o, z = new_output(q, v).zero_(), torch.zeros(q.shape[:3], dtype=row_dtype(q), device=q.device)
     for piece in pieces:
         for (q_part, o_part, z_part), kv in _parts(piece, (q, o, z), (k, v)):
             found = _FORWARD[kernel](q_part, *kv, piece.is_causal, scale, *_masks(piece, q))

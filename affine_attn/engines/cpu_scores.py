@@ -13,6 +13,7 @@ from torch import Tensor
 from affine_attn.core.masks import with_4_dims
 from affine_attn.core.pieces import Piece
 from affine_attn.core.stages import own_precision
+from affine_attn.engines.aten import new_output
 
 # Rows of a block, and scores at a time for each thread: two such buffers are a MiB.
 ROWS, _SCORES = 64, 2**17
@@ -20,7 +21,7 @@ ROWS, _SCORES = 64, 2**17
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Iterable[Piece]) -> tuple[Tensor, Tensor]:
     """Return (o, z) of scores factor * scale * q.k + mask; both are 0 in rows that see nothing."""
-    o, z = torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    o, z = new_output(q, v).zero_(), q.new_zeros(q.shape[:3])
     buffer = _buffer(q, k)
     with own_precision(q):
         for share in _shares(blocks, q, k):
@@ -52,10 +53,9 @@ def backward(
             ds = ds if share.factor is None else ds.mul_(share.factor)
             p, ds = share.by_kv_head(p), share.by_kv_head(ds)
             queries, incoming = (share.by_kv_head(x[of_rows]) for x in (q, do))
-            shape = dk[of_keys].shape
             torch.mul(torch.bmm(ds, k[of_keys].flatten(0, 1)).view(dq[of_rows].shape), scale, out=dq[of_rows])
-            dk[of_keys].add_(torch.bmm(ds.mT, queries).view(shape), alpha=scale)
-            dv[of_keys].add_(torch.bmm(p.mT, incoming).view(shape))
+            dk[of_keys].add_(torch.bmm(ds.mT, queries).view(dk[of_keys].shape), alpha=scale)
+            dv[of_keys].add_(torch.bmm(p.mT, incoming).view(dv[of_keys].shape))
     return dq, dk, dv
 
 
