@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from affine_attn import Mask
 from affine_attn.bench.accuracy import Shape, deviations
 from affine_attn.core.call import checked_call
-from affine_attn.engines import aten
+from affine_attn.engines import aten, needs, plan
 from affine_attn.engines.plan import why_not
 from tests.support.cases import MASKS, SPECS, Case
 from tests.support.stock_operators import on_hopper
@@ -53,6 +54,25 @@ def test_large_calls_are_cut_by_their_widest_tensor(on_hopper, heads, shares, wi
     assert not _wrong(Case("affine", SPECS["affine"], shape, MASKS[mask], torch.bfloat16))
     pieces = 2 if mask == "causal" else 1  # keys before the first query have a call of their own
     assert on_hopper["cudnn"] == 2 * pieces * shares
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiler_chooses_the_engine_of_eager_calls(on_hopper, dynamic, monkeypatch):
+    """Also where it keeps the widths open."""
+    torch._dynamo.reset()
+    machine = needs.Machine("cuda", (9, 0), None)
+    for name in ("_known_machine", "machine_of"):
+        monkeypatch.setattr(needs, name, lambda *_, **__: machine)
+
+    def chosen(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, str]:
+        return q + 1, plan.choose(needs.facts_of(checked_call(q, q, v, mask)))
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=dynamic, backend="eager")
+    for widths in ((64, 32), (32, 64), (192, 128), (192, 96)):
+        for mask in (Mask(), Mask(window=7)):
+            q, v = (torch.randn(1, 2, 20, width).bfloat16() for width in widths)
+            engine = "sdpa" if mask.window is None and widths != (192, 96) else "triton"
+            assert compiled(q, v, mask)[1] == chosen(q, v, mask)[1] == engine
 
 
 ON_GPU = [
