@@ -105,6 +105,13 @@ def evaluate(
             "of every depth, default: 20",
         ),
     ] = None,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            help="write each item of the tasks beside its result, with its choices and their log-likelihoods",
+        ),
+    ] = False,
     batch_size: BatchSize = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -150,6 +157,7 @@ def evaluate(
             seed=seed,
             limit=limit,
             batch_size=batch_size,
+            log_samples=log_samples,
         )
         handle = ModelHandle(model, device, dtype)
         if export_requests is not None:

@@ -131,7 +131,25 @@ def run_task(lm: BatchedLM, loaded: Any, limit: int | None) -> dict[str, Any]:
         "documents": results["n-samples"][name]["effective"],
         "shots": results["n-shot"][name],
         "task_version": results["versions"][name],
+        "samples": [_item(sample, loaded.OUTPUT_TYPE) for sample in samples],
     }
+
+
+def _item(sample: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A document of a task with what was asked about it and what the model answered, and its own metrics."""
+    answers = []
+    for asked, (answer, *_) in zip(sample["arguments"], sample["resps"], strict=True):
+        if kind == "generate_until":
+            answers.append({"context": asked[0], "generated": answer})
+        elif kind == "loglikelihood_rolling":
+            answers.append({"text": asked[0], "log_likelihood": answer})
+        else:
+            log_likelihood, greedy = answer
+            answers.append(
+                {"context": asked[0], "continuation": asked[1], "log_likelihood": log_likelihood, "greedy": greedy}
+            )
+    about = {"id": sample["doc_id"], "filter": sample["filter"], "doc": sample["doc"], "target": sample["target"]}
+    return about | {"choices": answers} | {metric: sample[metric] for metric in sample["metrics"]}
 
 
 def _metrics(given: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -1,5 +1,6 @@
 """Results: files that a later call takes up, and the tables people read."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from affine_attn.errors import UserError
-from affine_attn.runs.files import read_object, require_writable, write_json
+from affine_attn.runs.files import read_object, require_writable, write_json, write_text
 from affine_attn.runs.layout import result_name
 from affine_attn.runs.provenance import provenance
 
@@ -27,24 +28,36 @@ SHARES = ("acc", "acc_norm", "acc_mutual_info", "exact_match", "em", "f1", "accu
 
 
 def measured_once(
-    folder: Path, name: str, identity: dict[str, Any], measure: Callable[[], dict[str, Any]]
+    folder: Path, name: str, identity: dict[str, Any], measure: Callable[[], dict[str, Any]], log_samples: bool = False
 ) -> tuple[dict[str, Any], Path, bool]:
     """The result with this identity: read where a call before has written it, else measured and written.
 
-    Another model, limit or file is another result, of another name. Returns the result, its file, and whether it was
-    there.
+    Another model, limit or file is another result, of another name. log_samples: what is under "samples" of what was
+    measured becomes a file of JSON lines beside it; it never stands in the result. Returns the result, its file, and
+    whether it was there.
     """
     path = folder / f"{result_name(name, identity)}.json"
-    if path.exists():
+    log = samples_file(path)
+    if path.exists() and (log.exists() or not log_samples):
         try:
             return read_object(path, "metrics"), path, True
         except UserError as error:
             raise UserError(f"{error}; remove it to measure again") from error
     require_writable(folder)
-    result = {"name": name, "identity": identity, **measure(), **provenance()}
+    found = measure()
+    samples = found.pop("samples", None)
+    result = {"name": name, "identity": identity, **found, **provenance()}
     folder.mkdir(parents=True, exist_ok=True)
+    if log_samples and samples is not None:
+        # Before the result, which says that all is there.
+        write_text(log, "".join(json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples))
     write_json(path, result)
     return result, path, False
+
+
+def samples_file(result: Path) -> Path:
+    """Where the items of a task lie, one JSON line each, beside its result."""
+    return result.with_name(f"{result.stem}.samples.jsonl")
 
 
 def accuracy(result: dict[str, Any]) -> dict[str, float | None]:

@@ -21,7 +21,7 @@ from affine_attn.evaluate.long_context import (
     needle_retrieval,
 )
 from affine_attn.evaluate.perplexity import shard_perplexity, text_perplexity
-from affine_attn.evaluate.results import TABLE_1, average, measured_once
+from affine_attn.evaluate.results import TABLE_1, average, measured_once, samples_file
 from affine_attn.evaluate.score import REQUESTS, Pair, Score, read_scores, write_lines
 from affine_attn.models.load import ModelHandle
 from affine_attn.runs.files import sha256
@@ -55,8 +55,11 @@ class Request:
     seed: int = 0
     limit: int | None = None
     batch_size: int | None = None
+    log_samples: bool = False
 
     def __post_init__(self) -> None:
+        if self.log_samples and (self.texts or self.shards) and not self.tasks:
+            raise UserError("--log-samples is for tasks: --text and --shards have no items")
         if (self.by_position or self.needle or self.lengths or self.stride) and not (self.texts or self.shards):
             raise UserError("--length, --stride, --by-position and --needle are for --text and --shards")
         if self.stride and (self.shards or self.by_position or self.needle):
@@ -93,8 +96,11 @@ def evaluate(
     if (request.texts or request.shards) and not request.lengths:
         print(_about_length(handle), file=sys.stderr)
     for measure in measures:
-        result, path, was_there = measured_once(folder, *measure)
+        of_task = request.log_samples and "task" in measure.identity
+        result, path, was_there = measured_once(folder, *measure, log_samples=of_task)
         print(f"{measure.name}: {'measured before, ' if was_there else ''}{path}", file=sys.stderr)
+        if of_task:
+            print(f"{measure.name}: its items are in {samples_file(path)}", file=sys.stderr)
         results.append(result)
     return {"model": handle.path, "results": results, "average": average({r["name"]: r for r in results})}
 

@@ -75,32 +75,38 @@ def checked_batch_size(config: PreTrainedConfig, batch_size: int | None) -> int 
 def score(
     model: PreTrainedModel, pairs: Sequence[Pair], batch_size: int | None = None, progress: str = "Scoring"
 ) -> list[Score]:
-    """Score every pair, the longest first; pairs of like length share a batch, padded on the right."""
+    """Score every pair, the longest first; rows of like length share a batch, padded on the right. Pairs share a row
+    where they differ in their last token alone, such as choices of one token after the same context."""
     batch_size = checked_batch_size(model.config, batch_size)
-    lengths = [len(pair.context) + len(pair.continuation) - 1 for pair in pairs]
-    for pair in pairs:
+    # What the model reads -> those it is read for.
+    asked: dict[tuple[int, ...], list[int]] = {}
+    for number, pair in enumerate(pairs):
         if not pair.context or not pair.continuation:
             raise UserError("a request needs at least one token of context and one of continuation")
-    order = sorted(range(len(pairs)), key=lambda i: -lengths[i])
+        asked.setdefault((pair.context + pair.continuation)[:-1], []).append(number)
+    order = sorted(asked, key=len, reverse=True)
     scores: list[Score | None] = [None] * len(pairs)
     with tqdm(total=len(pairs), desc=progress) as bar:
         while order:
-            rows = batch_size or batch_rows(lengths[order[0]], model.config.vocab_size, model.device)
-            chosen, order = order[:rows], order[rows:]
-            for i, result in zip(chosen, _score_batch(model, [pairs[i] for i in chosen]), strict=True):
-                scores[i] = result
+            size = batch_size or batch_rows(len(order[0]), model.config.vocab_size, model.device)
+            rows, order = order[:size], order[size:]
+            chosen = [(place, number) for place, row in enumerate(rows) for number in asked[row]]
+            results = _score_batch(model, rows, [(place, pairs[number]) for place, number in chosen])
+            for (_, number), result in zip(chosen, results, strict=True):
+                scores[number] = result
             bar.update(len(chosen))
     return cast(list[Score], scores)
 
 
-def _score_batch(model: PreTrainedModel, pairs: list[Pair]) -> list[Score]:
-    rows = [torch.tensor(pair.context + pair.continuation) for pair in pairs]
+def _score_batch(model: PreTrainedModel, rows: list[tuple[int, ...]], pairs: list[tuple[int, Pair]]) -> list[Score]:
+    """Pairs by the place of their row."""
     # Causal attention does not look at what pads the right.
-    inputs = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True).to(model.device)
+    inputs = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)
     network: Any = model
     logits: Tensor = network(inputs, use_cache=False).logits
     scored = [
-        _score_row(row, len(pair.continuation), given) for row, pair, given in zip(rows, pairs, logits, strict=True)
+        _score_row(torch.tensor(pair.context + pair.continuation), len(pair.continuation), logits[place])
+        for place, pair in pairs
     ]
     # The host waits once for all rows.
     log_likelihoods, greedy = (torch.stack(column).tolist() for column in zip(*scored, strict=True))

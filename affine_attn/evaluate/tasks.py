@@ -73,6 +73,8 @@ class LocalData:
         if not self.folders and name not in self.files:
             return {}
         evaluated = config.get("test_split") or config.get("validation_split")
+        if evaluated is None:
+            raise UserError(f"{name} is a program of the harness: its documents come from the hub, not from --data")
         wanted = {config[key] for key in _SPLITS if config.get(key)}
         found = {split: file for split in wanted if (file := self._find(name, split, config)) is not None}
         if name in self.files:
@@ -120,14 +122,17 @@ class Task:
 
     def load(self) -> ConfigurableTask:
         with quiet("lm_eval.api.task"):
-            if self.files:
-                return self._load_local()
             try:
-                return _load(self.source.parent, self.name)
+                return self._load_local() if self.files else _load(self.source.parent, self.name)
+            except UserError:
+                raise
+            except ModuleNotFoundError as error:
+                raise MissingPackage(f"{self.name} needs {error.name}: pip install {error.name}") from error
             except OSError as error:
-                raise UserError(
-                    f"{self.name}: no data from the hub ({first_line(error)}); give local files with --data"
-                ) from error
+                lacks, mend = "no data from the hub", "; give local files with --data"
+                if self.files:
+                    lacks, mend = "it needs more than documents, which is not to be had from the hub", ""
+                raise UserError(f"{self.name}: {lacks} ({first_line(error)}){mend}") from error
 
     def _load_local(self) -> ConfigurableTask:
         with tempfile.TemporaryDirectory() as folder:
@@ -179,9 +184,12 @@ def find_tasks(names: Iterable[str], data: LocalData) -> list[Task]:
 
 def _task(name: str, known: dict[str, Path], data: LocalData) -> Task:
     if name not in known:
+        members = sorted(task for task in known if task.startswith(f"{name}_"))
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else "lm_eval ls tasks lists them"
-        raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint} (groups are given by their tasks)")
+        if members:
+            hint = f"give the tasks of a group by their names, such as {' '.join(members[:3])}"
+        raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint}")
     with quiet("lm_eval.tasks"):
         manager = lm_eval.tasks.TaskManager(include_path=str(known[name].parent), include_defaults=False)
     config = manager.task_index[name].cfg or {}

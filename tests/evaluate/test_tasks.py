@@ -513,6 +513,97 @@ def test_mistakes_are_answered_in_one_line(llama, sets, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+OTHERS = {
+    "gsm8k": {
+        "train": [{"question": f"How much is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(6)],
+        "test": [{"question": "How much is 7 and 7?", "answer": "#### 14"}],
+    },
+    "triviaqa": {"validation": [{"question": "What floats", "answer": {"aliases": ["ice"], "value": "ice"}}]},
+    "lambada_openai": {"test": [{"text": "The ferry left before noon"}]},
+    "wikitext": {"test": [{"page": "A page about boats."}]},
+    "sciq": {
+        "test": [
+            {"support": "Ice melts.", "question": "What melts?", "correct_answer": "ice"}
+            | {f"distractor{i}": f"rock {i}" for i in (1, 2, 3)}
+        ]
+    },
+    "squad_completion": {"validation": [{"text": "a", "value": "b"}]},
+    "humaneval": {"test": [{"task_id": "1", "prompt": "def f():", "test": "", "entry_point": "f"}]},
+    "ifeval": {"train": [{"key": 1, "prompt": "Say hi.", "instruction_id_list": [], "kwargs": []}]},
+}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others")
+    for task, splits in OTHERS.items():
+        (folder / task).mkdir()
+        for split, documents in splits.items():
+            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    return folder
+
+
+def test_other_tasks_run_on_local_files_and_log_their_items(others, llama, tmp_path):
+    long = tmp_path / "llama"
+    small_llama(long, max_position_embeddings=1024)
+    tasks = ["gsm8k", "triviaqa", "lambada_openai", "wikitext", "sciq"]
+    results(long, *tasks, "--data", others, "--output", tmp_path, "--log-samples")
+
+    def items(task: str) -> list[dict]:
+        (file,) = tmp_path.glob(f"{task}-*.samples.jsonl")
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    strict, flexible = items("gsm8k")
+    assert (strict["filter"], flexible["filter"]) == ("strict-match", "flexible-extract")
+    assert strict["choices"][0]["context"].count("Question:") == 6  # five shots
+    assert isinstance(strict["choices"][0]["generated"], str)
+    assert isinstance(items("triviaqa")[0]["choices"][0]["generated"], str)
+    assert items("wikitext")[0]["choices"][0]["log_likelihood"] < 0
+    assert items("lambada_openai")[0]["choices"][0]["continuation"] == " noon"
+    (sciq,) = items("sciq")
+    assert [choice["continuation"] for choice in sciq["choices"]] == [" rock 1", " rock 2", " rock 3", " ice"]
+    best = max(range(4), key=lambda i: sciq["choices"][i]["log_likelihood"])
+    assert (sciq["target"], sciq["doc"]["correct_answer"], sciq["acc"]) == (3, "ice", float(best == 3))
+
+
+def test_items_of_a_finished_task_are_written_when_they_are_asked_for(converted, sets, tmp_path):
+    plain = results(converted, "piqa", "--data", sets, "--output", tmp_path)
+    assert not list(tmp_path.glob("*.jsonl"))
+    logged = results(converted, "piqa", "--data", sets, "--output", tmp_path, "--log-samples")
+    assert logged["piqa"]["metrics"] == plain["piqa"]["metrics"]
+    assert "samples" not in logged["piqa"]
+    (file,) = tmp_path.glob("piqa-*.samples.jsonl")
+    assert len(file.read_text().splitlines()) == len(DOCUMENTS["piqa"])
+    refused("--log-samples is for tasks", converted, "--text", sets / "texts.jsonl", "--log-samples")
+
+
+def test_what_a_task_needs_beyond_documents_is_said(others, llama, monkeypatch):
+    refused("squad_completion is a program of the harness", llama, "squad_completion", "--data", others)
+
+    def unreachable(*_, **__):
+        raise FileNotFoundError("code_eval is not on this machine")
+
+    monkeypatch.setattr("evaluate.load", unreachable)
+    refused("humaneval: it needs more than documents", llama, "humaneval", "--data", others)
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    refused("ifeval needs langdetect: pip install langdetect", llama, "ifeval", "--data", others)
+    refused("give the tasks of a group by their names, such as mmlu_", llama, "mmlu", "--data", others)
+
+
+def test_requests_that_differ_in_their_last_token_share_a_row(llama):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    pairs = [Pair((1, 2, 3), (choice,)) for choice in (4, 5, 6)] + [Pair((1, 2), (3, 7)), Pair((1, 2), (9, 7))]
+    alone = [score(model, [pair])[0] for pair in pairs]
+    read = []
+    model.register_forward_pre_hook(lambda _, arguments: read.append(len(arguments[0])))
+    together = score(model, pairs)
+    # (1, 2, 3) for four of them.
+    assert read == [2]
+    assert [each.greedy for each in together] == [each.greedy for each in alone]
+    expected = [each.log_likelihood for each in alone]
+    assert [each.log_likelihood for each in together] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_task_without_a_file_comes_from_the_hub_where_files_of_others_are_given(tmp_path):
     (tmp_path / "texts.jsonl").write_text("{}")
     config = {"validation_split": "validation", "test_split": None}
