@@ -245,7 +245,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.mask.causal,
         call.mask.restrictions,
         None if call.mask.documents is None else _known_of_documents(call),
-        is_long(call.mask.window),
+        call.mask.window is not None and is_long(call.mask.window),
         call.sink is not None,
         isinstance(call.sink, torch.Tensor) and call.sink.ndim == 3,
         call.alpha is not None,
