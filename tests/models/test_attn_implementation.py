@@ -191,6 +191,16 @@ def test_output_attentions_are_those_of_the_eager_path(name):
         torch.testing.assert_close(w[0, :, 4:], expected[0, :, 4:], rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_granite_swa_count_the_sink():
+    """Its eager path gives those of the softmax, before the sink takes its part: docs/tutorials/hugging-face.md."""
+    eager, ours = pair(MODELS["granite_swa"])
+    tokens, _ = left_padded(padded=0)
+    before, counted = (model(tokens, output_attentions=True).attentions[0] for model in (eager, ours))
+    torch.testing.assert_close(before.sum(-1), torch.ones(2, 4, 10))
+    assert counted.sum(-1).min() < 0.1
+    torch.testing.assert_close(counted / counted.sum(-1, keepdim=True), before, rtol=1e-4, atol=1e-5)
+
+
 def test_what_it_does_not_compute_is_refused():
     q = torch.randn(1, 2, 3, 4)
     mask = transformers_mask(1, 3, 3)
