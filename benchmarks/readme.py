@@ -9,7 +9,7 @@ from pathlib import Path
 
 from affine_attn.core.variants import VARIANTS, variants_table
 from affine_attn.runs.files import write_text
-from benchmarks import plot, scaling
+from benchmarks import converted, plot, scaling
 from benchmarks.record import RESULTS, ROOT, Row, read
 
 # The README's table: what it compares, at which shapes, on which device.
@@ -170,6 +170,7 @@ def documents() -> dict[Path, dict[str, str]]:
         ROOT / "README.md": {"variants": variants_table(), "speed": headline()},
         ROOT / "docs" / "benchmarks.md": {"benchmarks": results()},
         ROOT / "docs" / "scaling.md": {"training": scaling.measurements(), "scaling": scaling.tables()},
+        ROOT / "docs" / "tutorials" / "hugging-face.md": {"converted": converted.table()},
     }
 
 

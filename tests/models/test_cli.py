@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from affine_attn import Affine, AttentionSpec
 from affine_attn.cli import app
+from benchmarks.converted import measured
 from tests.support.gguf_file import write_gguf
 from tests.support.hf import SIZES, tiny_model, words
 
@@ -34,6 +35,20 @@ def llama(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     words().save_pretrained(folder)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:scale-invariant attention without qk_norm")
+def test_perplexity_after_converting(llama, tmp_path):
+    (tmp_path / "texts.txt").write_text("w1 w2 w3 w4 w5 w6 w7")
+    tokenizer = words()
+    tokenizer.eos_token = "w3"
+    shutil.copytree(llama, tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    found = measured(str(tmp_path / "llama"), tmp_path / "texts.txt", length=16, limit=None)
+    for name in ("softmax", "sink", "gated", "affine_gated"):
+        assert found["variants"][name]["softmax"] == pytest.approx(found["source"], rel=1e-4)
+    assert found["variants"]["gated"]["untrained"] != found["source"]
+    assert "LogN changes the logits" in found["variants"]["logn"]["softmax"]
 
 
 def run(*arguments):
