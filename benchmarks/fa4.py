@@ -31,7 +31,6 @@ from affine_attn.bench.timing import side_by_side
 from affine_attn.core.call import checked_call
 from affine_attn.engines import needs, operator, plan, timings
 from affine_attn.engines.timings import Pair
-from affine_attn.kernels.epilogue import tiles
 from affine_attn.runs.files import write_text
 from benchmarks import record
 from benchmarks.record import RESULTS, Row
@@ -72,7 +71,6 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=240.0, help="seconds that compiling may take")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further shape is timed")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--sliding", action="store_true", help="sums of values of windows slide along, without a table")
     parser.add_argument("--timings", action="store_true", help="write the table of the plan, and time nothing")
     options = parser.parse_args()
     if options.timings:
@@ -109,7 +107,6 @@ def work(
 ) -> None:
     device = torch.device("cuda")
     torch.set_num_threads(1)
-    tiles.SLIDES |= options.sliding
     try:
         rows, timed = prepare(name, device)
     finally:
@@ -237,7 +234,8 @@ def table(rows: list[Row]) -> dict[timings.Point, dict[Pair, float]]:
         if variant in STAGES and " + " in pair and row["ratio"]:
             shape, window, mean = SHAPES[row["shape"]]
             mask = timings.DOCUMENTS if mean else timings.WINDOW if window else timings.CAUSAL
-            point = timings.Point(mask, shape.head_dim, shape.tq, variant)
+            heads = timings.OWN if shape.heads == shape.kv_heads else timings.SHARED
+            point = timings.Point(mask, shape.head_dim, shape.tq, variant, heads)
             forward, backward = pair.split(" + ")
             found.setdefault(point, {}).setdefault((forward, backward), []).append(float(row["ratio"]))
     return {

@@ -181,6 +181,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     value_dim: int
+    is_grouped: bool  # heads share keys and values
     curve: type  # the two parts of stage 1
     logit: type
     causal: bool
@@ -240,6 +241,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         q.dtype,
         head_dim,
         call.v.shape[3],
+        heads != call.k.shape[1],
         type(call.curve),
         type(call.logit),
         call.mask.causal,
@@ -408,16 +410,17 @@ def fa4_unasked(f: Facts) -> str | None:
 
 def timed(f: Facts) -> dict[timings.Pair, float]:
     """Return the times of kernels for the call, as those of the nearest one that was timed."""
-    return timings.of(*_point(f))
+    return timings.of(_point(f))
 
 
-def _point(f: Facts) -> tuple[str, int, int, str]:
+def _point(f: Facts) -> timings.Point:
     masks = {"documents": timings.DOCUMENTS, "window": timings.WINDOW}
     mask = next((kind for name, kind in masks.items() if name in f.restrictions), timings.CAUSAL)
     stages = timings.GATED if f.has_gate else timings.AFFINE if f.has_alpha or f.has_beta else timings.SINK
+    heads = timings.SHARED if f.is_grouped else timings.OWN
     # A number of the table also where a compiler keeps that of the call open.
     head_dim = next((known for known in timings.HEAD_DIMS if known == f.head_dim), f.head_dim)
-    return mask, head_dim, f.sizes.length, stages
+    return timings.Point(mask, head_dim, f.sizes.length, stages, heads)
 
 
 def flash_attn_4_package() -> str | None:
@@ -498,8 +501,9 @@ def cudnn(f: Facts) -> str | None:
         return "cuDNN is taken from compute capability 9.0 on"
     if "window" in f.restrictions:
         return "cuDNN is taken for calls without a window"
-    if max(f.head_dim, f.value_dim) > 128 and (f.head_dim, f.value_dim) != _DEEPSEEK:
-        return f"cuDNN is taken for head dims up to 128, not {_widths(f)}"
+    is_timed = (f.head_dim, f.value_dim) == (256, 256) and f.machine.capability == _HOPPER
+    if max(f.head_dim, f.value_dim) > 128 and (f.head_dim, f.value_dim) != _DEEPSEEK and not is_timed:
+        return f"cuDNN is taken for head dims up to 128, and 256 on Hopper, not {_widths(f)}"
     if f.head_dim % 8 or f.value_dim % 8:
         return f"cuDNN is taken for head dims divisible by 8, not {_widths(f)}"
     if f.is_deterministic:

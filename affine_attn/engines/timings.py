@@ -1,4 +1,4 @@
-"""How long kernels took in training, by mask, head_dim, tokens and stages, over FlashAttention-4's plain attention.
+"""How long kernels took in training, by what a call has, over the plain attention of FlashAttention-4.
 
 timings.json has the numbers of one H200; ``python3 benchmarks/fa4.py --timings`` writes it from what was measured.
 """
@@ -11,6 +11,8 @@ from typing import NamedTuple
 Pair = tuple[str, str]
 # By the stages, which of them read and write the most.
 SINK, AFFINE, GATED = "sink", "affine", "affine_gated"
+# Whether heads have keys and values of their own.
+OWN, SHARED = "own", "shared"
 CAUSAL, WINDOW, DOCUMENTS = "causal", "window", "documents"
 
 
@@ -21,6 +23,7 @@ class Point(NamedTuple):
     head_dim: int
     tokens: int
     stages: str
+    heads: str
 
 
 PATH = Path(__file__).with_suffix(".json")
@@ -28,7 +31,7 @@ PATH = Path(__file__).with_suffix(".json")
 
 def read(text: str) -> dict[Point, dict[Pair, float]]:
     return {
-        Point(entry["mask"], entry["head_dim"], entry["tokens"], entry["stages"]): {
+        Point(*(entry[field] for field in Point._fields)): {
             (forward, backward): time for forward, backward, time in entry["times"]
         }
         for entry in json.loads(text)
@@ -47,17 +50,14 @@ LENGTHS = tuple(sorted({point.tokens for point in TIMES if point.mask == CAUSAL}
 HEAD_DIMS = tuple(sorted({point.head_dim for point in TIMES if point.mask == CAUSAL}))
 
 
-def of(mask: str, head_dim: int, tokens: int, stages: str) -> dict[Pair, float]:
-    """Return the times of the nearest point: most tokens that are no more than these, or the fewest."""
-    found = [p for p in TIMES if p.mask == mask and p.stages == stages]
-    nearest = min(abs(p.head_dim - head_dim) for p in found)
-    found = [p for p in found if abs(p.head_dim - head_dim) == nearest]
-    below = [p for p in found if p.tokens <= tokens]
-    return TIMES[max(below, key=_tokens) if below else min(found, key=_tokens)]
-
-
-def _tokens(point: Point) -> int:
-    return point.tokens
+def of(point: Point) -> dict[Pair, float]:
+    """Return the times of the nearest point: of most tokens that are no more, or the fewest, and of such heads."""
+    found = [p for p in TIMES if p.mask == point.mask and p.stages == point.stages]
+    nearest = min(abs(p.head_dim - point.head_dim) for p in found)
+    tokens = sorted({p.tokens for p in found if abs(p.head_dim - point.head_dim) == nearest})
+    there = max((n for n in tokens if n <= point.tokens), default=tokens[0])
+    found = [p for p in found if abs(p.head_dim - point.head_dim) == nearest and p.tokens == there]
+    return TIMES[min(found, key=lambda p: p.heads != point.heads)]
 
 
 def fastest(times: dict[Pair, float], has_fa4: bool) -> tuple[Pair, float] | None:
@@ -66,8 +66,8 @@ def fastest(times: dict[Pair, float], has_fa4: bool) -> tuple[Pair, float] | Non
     return min(found, key=lambda entry: entry[1]) if found else None
 
 
-def saved_by_fa4(mask: str, head_dim: int, tokens: int, stages: str) -> float:
-    """Return how much less time it took with FlashAttention-4 than without, negative where it was more."""
-    times = of(mask, head_dim, tokens, stages)
+def saved_by_fa4(mask: str, head_dim: int, tokens: int, stages: str, heads: str) -> float:
+    """Return how much less time a point took with FlashAttention-4 than without, negative where it was more."""
+    times = of(Point(mask, head_dim, tokens, stages, heads))
     with_it, without = fastest(times, True), fastest(times, False)
     return without[1] - with_it[1] if with_it is not None and without is not None else 0.0

@@ -10,7 +10,6 @@ from affine_attn.engines import decode, needs
 from affine_attn.engines.plan import Plan, kernels, why_not
 from affine_attn.kernels import launch
 from affine_attn.kernels.epilogue import launch as epilogue
-from affine_attn.kernels.epilogue import tiles
 from tests.conftest import interpreted, rerun_in_interpreter
 from tests.support.cases import CASES, CURVES, MASKS, SINKS, SPECS
 from tests.support.flash_attn_4 import flash_attn_4
@@ -411,8 +410,7 @@ SLIDING = {
 
 @interpreted
 @pytest.mark.parametrize("case", SLIDING)
-def test_sums_of_values_slide_along_with_a_window(flash_attn_4, monkeypatch, case):
-    monkeypatch.setattr(tiles, "SLIDES", True)
+def test_sums_of_values_slide_along_with_a_window(flash_attn_4, case):
     shape, window, name = SLIDING[case]
     inputs, mask = random_inputs(SPECS[name], shape, torch.float16), Mask(window=window)
     facts = needs.facts_of(checked_call(**inputs, mask=mask))
@@ -421,9 +419,8 @@ def test_sums_of_values_slide_along_with_a_window(flash_attn_4, monkeypatch, cas
 
 
 @interpreted
-def test_an_infinite_value_is_in_the_sums_of_the_rows_that_see_it_and_in_no_other(monkeypatch):
+def test_an_infinite_value_is_in_the_sums_of_the_rows_that_see_it_and_in_no_other():
     """Nothing is subtracted, forward or backward."""
-    monkeypatch.setattr(tiles, "SLIDES", True)
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 1, 400, 400, 32), torch.float16)
     v, dy = inputs["v"], torch.ones_like(inputs["q"])
     v[:, :, 100], dy[:, :, 300] = torch.inf, torch.inf

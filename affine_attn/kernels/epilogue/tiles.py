@@ -40,8 +40,6 @@ TILES_WITHOUT_SUMS = {
 _CHUNK, _CHUNK_COLUMNS = 4, 384
 # Keys of the shortest windows whose sums slide along: they begin before the segment of the row, two segments at most.
 SLIDING = 128
-# Not before the kernels have run on a GPU: benchmarks/fa4.py --sliding.
-SLIDES = False
 # The sums of values go block by block of segments: tokens of a block at least, blocks at most.
 _BLOCK, _BLOCKS = 256, 31
 
@@ -121,7 +119,7 @@ def sums_slide(call: Call) -> bool:
 
 
 def is_long(window: int | None) -> bool:
-    return SLIDES and window is not None and window >= SLIDING
+    return window is not None and window >= SLIDING
 
 
 @functools.lru_cache(1024)

@@ -37,7 +37,7 @@ QUERIES, HALF = 64, 64
 # kv heads at a time: what their CTAs read and add to must stay in the cache, or memory moves several times as much.
 _KV_HEADS = 8
 # Tokens for which it was timed and found faster than cuDNN's. At 32768 it is slower (docs/log), below it was not timed.
-LENGTHS = range(2048, 8192 + 1)
+LENGTHS = range(512, 8192 + 1)
 # What a tile costs besides its blocks of queries (keys in, gradients out), as a number of blocks.
 _TILE_COST = 2.0
 # Of sm90_preprocess_kernel: rows and columns of a tile, as in the kernel, tested.
