@@ -83,6 +83,19 @@ def tables(rows: list[Row]) -> list[str]:
             f"{_commits(masks)}:",
             _table(masks, _ratio_and_ms),
         ]
+    if decoders := _of("decoders", rows):
+        parts += [
+            "Whole decoders: a training step of 2 x 512 tokens, optimizer included, and a forward of 8 left-padded "
+            f"prompts of 16 to 128 tokens: CPU time of one thread, ratio to {_baseline(decoders)} of the same weights "
+            f"(milliseconds); {_commits(decoders)}:",
+            _table(decoders, _ratio_and_ms),
+        ]
+    if memory := [row for row in rows if row["mode"] == "memory"]:
+        parts += [
+            "Peak of memory of a forward and backward at so many tokens, 8 query and 2 kv heads of 64 channels in "
+            f"fp32, inputs aside: ratio to {_baseline(memory)} (MiB); {_commits(memory)}:",
+            _table(memory, lambda row: f"{float(row['ratio']):.2f} ({float(row['peak_mib']):.0f})"),
+        ]
     if generation := _of("generation", rows):
         parts += [
             f"`generate` with a static cache, cached tokens x batch, ratio to {_baseline(generation)} (ms a token); "

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from affine_attn import VARIANTS
 from affine_attn.bench.timing import Timing, side_by_side
-from benchmarks import masks, readme, record
+from benchmarks import decoders, masks, readme, record
 from benchmarks.cases import DECODE_SHAPES, MODES, TRAINING_SHAPES, Group, groups
 from benchmarks.checks import largest_error
 from benchmarks.memory import peak_mib
@@ -61,7 +61,8 @@ def main() -> None:
     except KeyboardInterrupt:
         interrupted = True
     if device.type == "cpu" and not (arguments.is_selection or interrupted):
-        masks.main([] if arguments.output is None else ["--output", str(arguments.output)])
+        for suite in (masks, decoders):
+            suite.main([] if arguments.output is None else ["--output", str(arguments.output)])
     console.print(f"{'interrupted; ' if interrupted else ''}wrote {path} in {time.perf_counter() - start:.0f} s")
     if arguments.update_docs:
         readme.main()

@@ -73,7 +73,7 @@ def compose(
         else:
             rows = _epilogue(plan).RowGradients(call, dy, output)
             with rows.incoming() as do:
-                attended = attend_backward(scaled, plan.backward, do, rows.out, output.lse)
+                attended = attend_backward(scaled, plan.backward, do, rows.out, rows.lse)
             gradients = rows.finish(*attended)
         if isinstance(call.logit, LogN):
             _times_row_scale(call, gradients.q, gradients.q, plan.epilogue == "kernels")

@@ -63,7 +63,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     All of it, its gradient too, lies in memory as projections write it and o_proj reads it, heads inside tokens: an
     attention lays its output out like its queries, so nothing is copied into another order on the way.
     """
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    first, second = x.transpose(1, 2).float().chunk(2, -1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    # Of whole heads: on a CPU operations on half of a head's channels take half as long again.
+    cos, sin = torch.cat((cos, cos), -1)[..., None, :], torch.cat((-sin, sin), -1)[..., None, :]
+    wide = x.transpose(1, 2).float()
+    rotated = wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin
     return rotated.to(x.dtype).transpose(1, 2)

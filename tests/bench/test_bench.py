@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from affine_attn import VARIANTS, attention, attention_stats
 from affine_attn.bench import timing as measure
 from affine_attn.bench.accuracy import Shape
 from affine_attn.bench.timing import Timing, side_by_side
-from benchmarks import cases, checks, generation, masks, options, plot, readme, record, run, steps, training
+from benchmarks import cases, checks, decoders, generation, masks, options, plot, readme, record, run, steps, training
 from benchmarks.cases import MODES, STOCK, Case, Group, groups
 from benchmarks.checks import largest_error
 from tests.support.tiny_runs import counting_shards
@@ -249,6 +250,37 @@ def test_a_float_mask_that_says_something_else_is_not_timed(what, monkeypatch):
     monkeypatch.setattr(options, "float_mask", lambda case, tokens: torch.zeros(tokens, tokens))
     with pytest.raises(SystemExit, match=r"^SDPA with the float mask is wrong: y"):
         options.check(what, options.cases(64)[what])
+
+
+def test_decoders_are_rows_over_llama_and_memory_over_sdpa(monkeypatch, tmp_path):
+    monkeypatch.setattr(decoders, "TRAINED", (1, 8))
+    monkeypatch.setattr(decoders, "PADDED", (2, 3, 8))
+    monkeypatch.setattr(decoders, "KEYS", 128)
+    monkeypatch.setattr(decoders.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=_InThisProcess))
+    decoders.main(["--output", str(tmp_path / "cpu.csv"), "--rounds", "1"])
+    rows = record.read(tmp_path / "cpu.csv")
+    assert [row["what"] for row in rows] == [
+        *2 * [decoders.LLAMA, *decoders.VARIANTS],
+        decoders.SDPA,
+        *decoders.VARIANTS,
+    ]
+    of_memory = [row for row in rows if row["mode"] == "memory"]
+    # At least y, and the gradients of q, k and v.
+    assert all(float(row["peak_mib"]) > 128 * 64 * (2 * 8 + 2 * 2) * 4 / 2**20 for row in of_memory)
+    tables = "".join(readme.tables(rows))
+    assert "nano, left-padded" in tables
+    assert f"| {decoders.SDPA} | 1.00 (" in tables
+
+
+class _InThisProcess:
+    def __init__(self, _):
+        pass
+
+    def __enter__(self):
+        return SimpleNamespace(apply=lambda function, arguments: function(*arguments))
+
+    def __exit__(self, *_):
+        pass
 
 
 def test_generation_times_every_model(monkeypatch, tmp_path):

@@ -226,6 +226,23 @@ def test_gradients_of_the_torch_epilogue_are_fp32_sums_that_are_rounded_once(cau
     assert_fp32_sums(eager, torch.bfloat16, causal)
 
 
+@pytest.mark.parametrize("mask", ["causal", "all_padded", "left_padding", "documents"])
+@pytest.mark.parametrize("least", [0.0, -0.5], ids=["not_negative", "negative"])
+@pytest.mark.parametrize("sink", [None, SINKS], ids=["plain", "sinks"])
+def test_rows_that_alpha_switches_off_or_turns(sink, least, mask):
+    """Where no row of alpha is negative it is in the log-sum-exp that the backward sees, and dy is not copied."""
+    shape = Shape(2, 6, 2, 20, 20, 16)
+    inputs = random_inputs(SPECS["affine"], shape) | ({} if sink is None else {"sink": sink})
+    inputs["alpha"] = inputs["alpha"] + least
+    inputs["alpha"][:, :, ::3] = 0.0
+    visible = MASKS[mask](shape, torch.device("cpu"))
+    assert not [d for d in deviations("sdpa", inputs, visible) if not d.within]
+    call, dy = checked_call(**inputs, mask=visible), torch.randn(2, 6, 20, 16)
+    z = torch.zeros(2, 6, 20)
+    rows = eager.RowGradients(call, dy, eager.apply_epilogue(call, torch.zeros_like(dy), z))
+    assert (rows.do is dy) == (least == 0)
+
+
 @pytest.mark.parametrize("engine", ["sdpa", "blocked"])
 def test_a_second_derivative_is_refused_not_taken_for_zero(engine):
     inputs = random_inputs(SPECS["affine"], Shape(1, 2, 2, 9, 9, 8))

@@ -80,7 +80,8 @@ MUTATIONS: dict[str, Mutation] = {
         _SINKS[1:2],
     ),
     "a sink of inf in the backward, in torch": Mutation(
-        EPILOGUE, "torch.where(self.lse == sink, 0.0, sink - self.lse)", "(sink - self.lse)", _SINKS[:1]
+        EPILOGUE, "torch.where(self.saved_lse == sink, 0.0, sink - self.saved_lse)", "(sink - self.saved_lse)",
+        _SINKS[:1],
     ),
     "dv is rounded twice": Mutation(
         EPILOGUE, "dv += _values_backward(self.du, call)", "dv += _values_backward(self.du, call).to(dv.dtype)",

@@ -11,6 +11,8 @@ Everything runs tile by tile along the tokens: prefix sums of v carry from tile 
 the cache through all its operations.
 """
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +26,8 @@ from affine_attn.core.stages import row_dtype, rows_of, sink_rows
 
 # Entries of a tile of o: 2^17 fp32 entries are half a MiB, which a CPU core's own cache holds.
 _TILE_ENTRIES = 2**17
+# Heads of a group that are added one by one.
+_FEW_HEADS = 4
 
 
 def rescale_by_sink(o: Tensor, z: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -77,8 +81,10 @@ class RowGradients:
     """Gradients of sink, alpha, beta and gate, and what beta adds to dv."""
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
-        self.call, self.lse = call, output.lse
+        self.call, self.saved_lse = call, output.lse
         self.out = o = output.attended
+        self.is_folded = _is_folded(call)
+        self.lse = _lse_of_alpha(output.lse, call.alpha) if self.is_folded and call.alpha is not None else output.lse
         self.along_o = self.dbeta = self.dgate = self.du = None
         has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
         if not has_rows and not isinstance(call.sink, Tensor):
@@ -87,7 +93,7 @@ class RowGradients:
             return
         parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
         do, *found = zip(*parts, strict=True)
-        self.do = _dense(do[0] if len(do) == 1 else torch.cat(do, 2), call, o)
+        self.do = _dense(dy if self.is_folded else do[0] if len(do) == 1 else torch.cat(do, 2), call, o)
         self.along_o, self.dbeta, self.dgate, self.du = (x[0] if len(x) == 1 else _joined(x) for x in found)
 
     def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Any, ...]:
@@ -112,13 +118,15 @@ class RowGradients:
             else:
                 groups, of_groups = _groups(g, u), _groups(product, u)
                 dbeta = torch.mul(groups, u.unsqueeze(2), out=of_groups).sum(-1).flatten(1, 2)
-                du = torch.mul(groups, _groups(beta, u), out=of_groups).sum(2)
+                du = _sum_of_groups(torch.mul(groups, _groups(beta, u), out=of_groups))
+        if self.is_folded:
+            return None, along_o, dbeta, dgate, du
         do = g if alpha is None else torch.mul(g, alpha.to(dtype).unsqueeze(-1), out=product)
         # In q's type at once: tiles are kept until all are there.
         return do.to(call.q.dtype), along_o, dbeta, dgate, du
 
     def incoming(self) -> AbstractContextManager[Tensor]:
-        """Give the gradient for the attention's backward, which is launched inside."""
+        """Give the gradient for the attention's backward, which is launched inside; out and lse have the rest."""
         return nullcontext(self.do)
 
     def finish(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
@@ -133,11 +141,28 @@ class RowGradients:
             # exp(sink - z') is the sink's own probability; equal infinities mean it takes everything.
             sink = sink_rows(call, slice(None))
             assert sink is not None  # call.sink is a tensor
-            dsink = -torch.exp(torch.where(self.lse == sink, 0.0, sink - self.lse)) * along
+            dsink = -torch.exp(torch.where(self.saved_lse == sink, 0.0, sink - self.saved_lse)) * along
             dsink = (dsink.sum((0, 2)) if call.sink.ndim == 1 else dsink).to(call.sink.dtype)
         dalpha = None if call.alpha is None or self.along_o is None else self.along_o.to(call.alpha.dtype)
         dbeta = None if call.beta is None or self.dbeta is None else self.dbeta.to(call.beta.dtype)
         return Gradients(dq, dk, dv, dsink, dalpha, dbeta, self.dgate)
+
+
+def _is_folded(call: Call) -> bool:
+    """Return True if alpha is all that stands between dy and the attention, on a CPU, and no row of it is negative.
+
+    The attention's backward rebuilds weights as exp(s - lse), so a smaller lse makes them alpha times as large, and
+    every gradient with them: there is no scaled copy of dy.
+    """
+    if call.alpha is None or call.gate is not None or call.q.device.type != "cpu" or not call.alpha.numel():
+        return False
+    least, largest = (x.item() for x in call.alpha.aminmax())
+    return least >= 0 and largest < math.inf
+
+
+def _lse_of_alpha(lse: Tensor, alpha: Tensor) -> Tensor:
+    # Of a row without weights there is nothing to rebuild.
+    return torch.where(lse.isinf(), lse, lse - alpha.to(lse.dtype).log())
 
 
 def new_saved_sums(call: Call) -> Tensor:
@@ -205,6 +230,11 @@ def _values_backward(du: Tensor, call: Call) -> Tensor:
         return sums
     older = sums[:, :, :1].expand(-1, -1, call.tk - call.tq, -1)
     return torch.cat((older, sums), 2)
+
+
+def _sum_of_groups(x: Tensor) -> Tensor:
+    """[B, Hkv, g, T, D] -> [B, Hkv, T, D]; of few heads torch's sum takes as long as several additions."""
+    return functools.reduce(torch.add, x.unbind(2)) if 1 < x.shape[2] <= _FEW_HEADS else x.sum(2)
 
 
 def _groups(x: Tensor, u: Tensor) -> Tensor:

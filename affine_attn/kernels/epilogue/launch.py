@@ -134,7 +134,7 @@ class RowGradients:
     """
 
     def __init__(self, call: Call, dy: Tensor, output: Output):
-        self.call, self.output = call, output
+        self.call, self.output, self.lse = call, output, output.lse
         self.out = o = output.attended
         # A constant sink is in out and lse already.
         stages = (call.alpha, call.beta, call.gate)
