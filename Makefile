@@ -131,7 +131,7 @@ fmt: .venv/.installed
 
 .venv/.installed: .venv/.torch pyproject.toml
 	@echo "3 of 3: what models, evaluation, tests and documentation use (1.3 GB)"
-	$(INSTALL) --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
 	@echo "done: $$(du -sh .venv | cut -f1) in .venv"
 	touch $@
 
@@ -143,7 +143,7 @@ $(CLIENTS)/.installed: $(CONSTRAINTS) pyproject.toml tests/clients/requirements.
 
 # The oldest Triton that pyproject.toml allows: it comes with the torch that many have, and takes less of the language.
 $(OLDEST_TRITON): | .venv/.installed
-	$(PIP) --quiet --no-deps --target $@ triton==3.6.0
+	$(PIP) --no-deps --target $@ triton==3.6.0
 
 # constraints.txt has the oldest that pyproject.toml allows.
 $(NEWEST_TRANSFORMERS): | .venv/.installed

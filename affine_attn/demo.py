@@ -2,16 +2,13 @@
 a page about the students."""
 
 from pathlib import Path
-from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from affine_attn.analyze.run import Request, analyze_all
 from affine_attn.data.prepare import prepare
 from affine_attn.distill.recipes import Recipe
-from affine_attn.distill.sweep import grid, outcome
+from affine_attn.distill.sweep import grid, outcome, stopped, table
 from affine_attn.errors import FileError, MissingPackage, NotFinite, UserError
 from affine_attn.report import write_report
 from affine_attn.runs.layout import ANALYSIS, MODEL, TEACHER, RunFolder
@@ -22,18 +19,6 @@ REPORT = "report.html"
 SEQUENCES = 4  # that the students are looked at with
 # A hundredth, the default of prepare, would be four files of the standard library.
 VALID = 0.05
-# Heading, key in a row of a sweep, format.
-_COLUMNS = (
-    ("kd\nloss", "kd", ".3f"),
-    ("hard\nCE", "hard", ".3f"),
-    ("valid\nppl", "valid_perplexity", ".1f"),
-    ("grad\nmean", "grad mean", ".3f"),
-    ("\nstd", "grad std", ".3f"),
-    ("\nvariance", "grad variance", ".4f"),
-    ("\nCV", "grad cv", ".3f"),
-    ("spikes\nk=6", "grad spikes_6", "d"),
-    ("\nk=9", "grad spikes_9", "d"),
-)
 
 
 def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | None = None) -> None:
@@ -43,7 +28,9 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
     """
 
     def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # On a terminal at words, except in a command, which is there to be copied.
+        whole = line.startswith("  affine-attn") or not console.is_terminal
+        console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
     try:
         say(f"Data: the source of Python's standard library, BPE trained on it -> {recipe.data}")
@@ -65,9 +52,9 @@ def run_demo(recipe: Recipe, output: Path, console: Console, max_files: int | No
         # Another version of Python or of the recipe left something else there.
         raise UserError(f"{error}; to begin afresh, delete {recipe.data} and {output}") from error
     page = _report([output / label for label in runs if label != TEACHER], recipe, output / REPORT)
-    console.print(_table(rows))
-    for stopped in (row for row in rows if "stopped" in row):
-        say(f"{stopped['run']}: {stopped['stopped']}")
+    console.print(table(rows, "the same text in the same order from the same seed"))
+    for line in stopped(rows):
+        say(line)
     for line in _explanation(recipe, output):
         say(line)
     say(f"Curves, attention maps and statistics of the students, to open in a browser: {page}")
@@ -79,18 +66,6 @@ def _report(students: list[Path], recipe: Recipe, page: Path) -> Path:
     new = [str(model) for model in trained if not (model / ANALYSIS).exists()]
     analyze_all(new, Request(Path(recipe.data), recipe.sequence_length, SEQUENCES))
     return write_report(students, page) if new or not page.exists() else page
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    # No lines between columns: it fits a terminal of 80.
-    table = Table(title="the same text in the same order from the same seed", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for heading, _, _ in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        cells = (format(row[key], form) if key in row else "-" for _, key, form in _COLUMNS)
-        table.add_row(row["run"].removeprefix("attention="), *cells)
-    return table
 
 
 def _explanation(recipe: Recipe, output: Path) -> list[str]:

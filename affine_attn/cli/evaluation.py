@@ -8,7 +8,7 @@ import typer
 
 from affine_attn.cli.early import require_files, require_models
 from affine_attn.cli.options import MAX_SEED, TASKS, BatchSize, Device, Dtype, Model, one_of
-from affine_attn.cli.terminal import console, one_line_errors, say
+from affine_attn.cli.terminal import console, one_line_errors, say, tell
 
 app = typer.Typer()
 PANEL = "Evaluation"
@@ -169,8 +169,8 @@ def evaluate(
         # Not through rich, which breaks lines.
         print(json.dumps(summary, indent=1))
         return
-    for table in results.tables(summary):
-        console.print(table)
+    for part in results.tables(summary):
+        tell(part) if isinstance(part, str) else console.print(part)
 
 
 @app.command("eval-score", rich_help_panel=PANEL)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from affine_attn.cli.early import require_models
 from affine_attn.cli.options import MAX_SEED, VARIANTS, Device, Model, one_of
-from affine_attn.cli.terminal import one_line_errors, say
+from affine_attn.cli.terminal import one_line_errors, tell
 from affine_attn.errors import UserError
 
 app = typer.Typer()
@@ -27,8 +27,8 @@ def convert(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="a variant (see: affine-attn variants) or several with +; default: an AffineAttn model keeps its own, "
-            "others get affine",
+            help="a variant (see: affine-attn variants) or several with +, or a spec or a list with one per layer as "
+            "JSON; default: an AffineAttn model keeps its own, others get affine",
             autocompletion=one_of(*VARIANTS),
         ),
     ] = None,
@@ -52,7 +52,7 @@ def convert(
         for line in convert_folder(
             source, target, attention, start_as_softmax, gguf_file, length, to_plain, with_code, verbose
         ):
-            say(line)
+            tell(line)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -68,7 +68,7 @@ def export(
         if not onnx:
             raise UserError("export: give --onnx; it is the one format there is")
         for line in export_folder(model, output):
-            say(line)
+            tell(line)
 
 
 @app.command(rich_help_panel=PANEL)

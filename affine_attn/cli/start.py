@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from affine_attn.cli.terminal import console, exit_codes_of_signals, one_line_errors, training_bar_alone
 from affine_attn.errors import UserError
@@ -38,7 +41,7 @@ def variants(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="print names, formulas and specs as JSON")] = False,
 ) -> None:
-    """Print the table of attention variants (Markdown)."""
+    """Print the table of attention variants: on a terminal the formulas, elsewhere all of it (Markdown)."""
     with one_line_errors():
         if check and json_output:
             raise UserError("--json is of the table, not of --check")
@@ -49,13 +52,18 @@ def variants(
             return
         from affine_attn.core import variants as family
 
-        # Not through rich: the table must stay on its lines however narrow the terminal is.
         if json_output:
             table = {
                 name: {"formula": formula, "source": source, "spec": spec.to_dict()}
                 for name, (spec, formula, source) in family.VARIANTS.items()
             }
+            # Not through rich, which breaks lines.
             print(json.dumps(table, indent=1, ensure_ascii=False))
+        elif console.is_terminal:
+            shown = Table("variant", "output", "source", box=box.SIMPLE, padding=(0, 1, 0, 0))
+            for name, (_, formula, source) in family.VARIANTS.items():
+                shown.add_row(*map(Text, (name, formula, source)))
+            console.print(shown)
         else:
             print(family.variants_table())
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,13 +14,18 @@ console = Console()
 
 
 def say(line: str) -> None:
-    """Print a line as it is: names of files are no markup, and lines are broken by the terminal alone."""
+    """Print a line as it is, to be copied: names of files are no markup, and the terminal alone breaks it."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def tell(line: str, to: Console = console, **style: Any) -> None:
+    """Print text: a terminal gets it wrapped at words, a program whole."""
+    to.print(line, markup=False, highlight=False, soft_wrap=not to.is_terminal, **style)
 
 
 def note(line: str) -> None:
     """The same for what is no result: to stderr."""
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+    tell(line, Console(stderr=True))
 
 
 @contextmanager
@@ -34,7 +40,7 @@ def one_line_errors() -> Iterator[None]:
         mendable = isinstance(error, UserError) or error.errno is not None
         if _debug or not mendable:
             raise
-        Console(stderr=True).print(_sentence(error), style="red", markup=False, soft_wrap=True)
+        tell(_sentence(error), Console(stderr=True), style="red")
         raise typer.Exit(2) from error
 
 
@@ -68,7 +74,7 @@ def exit_codes_of_signals(goes_on: str = "the same command goes on") -> Iterator
     except (Terminated, KeyboardInterrupt) as stopped:
         terminated = isinstance(stopped, Terminated)
         told = str(stopped) if terminated else f"stopped by Ctrl-C: {goes_on}"
-        Console(stderr=True).print(told, markup=False, soft_wrap=True)
+        note(told)
         raise typer.Exit(128 + (stopped.number if terminated else signal.SIGINT)) from stopped
 
 

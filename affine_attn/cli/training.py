@@ -10,7 +10,15 @@ from rich.text import Text
 
 from affine_attn.cli.early import require_files, require_recipe
 from affine_attn.cli.options import RECIPES, Device, Recipe, fields, one_of
-from affine_attn.cli.terminal import console, exit_codes_of_signals, note, one_line_errors, say, training_bar_alone
+from affine_attn.cli.terminal import (
+    console,
+    exit_codes_of_signals,
+    note,
+    one_line_errors,
+    say,
+    tell,
+    training_bar_alone,
+)
 from affine_attn.runs.layout import RunFolder
 
 app = typer.Typer()
@@ -82,7 +90,7 @@ def prepare(
         f"{manifest['tokens'][split]:,} {split} tokens in {n:,} documents" for split, n in manifest["documents"].items()
     )
     line = f"{out}: {', '.join(counts)}; vocabulary {manifest['vocab_size']}, {manifest['dtype']}"
-    say(line)
+    tell(line)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -139,11 +147,11 @@ def distill(
 
                 lines = sweeps.dry_run(name, chosen, sweep, gpus, mfu)
             for line in lines:
-                say(line)
+                tell(line)
             return
         training_bar_alone()
         if sweep is not None:
-            from affine_attn.distill.sweep import grid, outcome, table
+            from affine_attn.distill.sweep import grid, outcome, stopped, table
 
             folder = output or Path("runs") / f"{called}-sweep"
             rows = []
@@ -151,8 +159,9 @@ def distill(
                 for label, each in grid(chosen, sweep, folder).items():
                     note(label)
                     rows.append(outcome(label, each, folder))
-            # Not through rich: rows must stay on their lines however narrow the terminal is.
-            print(*table(rows), sep="\n")
+            console.print(table(rows))
+            for line in stopped(rows):
+                tell(line)
             return
         from affine_attn.distill.run import default_output, run
 
@@ -166,7 +175,7 @@ def distill(
         if finished:
             note(f"{place.path}: finished before")
         say(str(folder))
-        say(HOW_TO_LOAD)
+        tell(HOW_TO_LOAD)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -195,7 +204,7 @@ def recipes(
         else:
             for entry in explained(name):
                 table.add_row(entry.name, Text(str(entry.value)), entry.source, Text(entry.says))
-            say(f"{title(name)}: {summary(name)}")
+            tell(f"{title(name)}: {summary(name)}")
     console.print(table)
 
 
@@ -247,8 +256,8 @@ def cache_teacher(
             dtype=dtype,
             shard_tokens=shard_tokens,
         )
-        say(plan.explain())
+        tell(plan.explain())
         if dry_run:
             return
         line = cache.describe(plan, cache.cache_teacher(plan, teacher, batch_size, device))
-    say(line)
+    tell(line)

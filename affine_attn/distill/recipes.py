@@ -22,7 +22,7 @@ from affine_attn.data.shards import TEACHER_CACHE
 from affine_attn.distill.losses import LossSpec
 from affine_attn.errors import UserError, first_line
 from affine_attn.models import PRESETS, AffineAttnConfig, preset
-from affine_attn.models.configuration import as_spec
+from affine_attn.models.configuration import as_given, as_spec
 from affine_attn.models.presets import surroundings
 from affine_attn.runs.files import read_object
 from affine_attn.runs.layout import RECIPE
@@ -150,12 +150,7 @@ class Recipe:
     @property
     def specs(self) -> list[AttentionSpec]:
         """The attention of all layers, or of each, at the sequence length and momentum of this run."""
-        if not self.attention.lstrip().startswith(("{", "[")):
-            return [self._spec(self.attention)]
-        try:
-            found = json.loads(self.attention)
-        except ValueError as error:
-            raise UserError(f"attention={self.attention} is not JSON: {error}") from error
+        found = as_given(self.attention)
         return [self._spec(entry) for entry in (found if isinstance(found, list) else [found])]
 
     def _spec(self, entry: Any) -> AttentionSpec:

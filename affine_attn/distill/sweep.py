@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.table import Table
+
 from affine_attn.distill import estimate
 from affine_attn.distill.recipes import LEARNING_RATES, Recipe
 from affine_attn.distill.run import take_up
@@ -13,9 +16,20 @@ from affine_attn.runs.files import read_object
 from affine_attn.runs.layout import TEACHER, RunFolder
 from affine_attn.runs.series import LOSSES
 
-# Columns of the table, as result.json has them.
+# Of the gradients in result.json.
 _GRADIENTS = ("mean", "std", "variance", "cv", "spikes_6", "spikes_9")
-_COLUMNS = ("run", *LOSSES, *(f"grad {name}" for name in _GRADIENTS), "stopped")
+# Columns of the table: heading, key in a row, format.
+_COLUMNS = (
+    ("kd\nloss", "kd", ".3f"),
+    ("hard\nCE", "hard", ".3f"),
+    ("valid\nppl", "valid_perplexity", ".1f"),
+    ("grad\nmean", "grad mean", ".3f"),
+    ("\nstd", "grad std", ".3f"),
+    ("\nvariance", "grad variance", ".4f"),
+    ("\nCV", "grad cv", ".3f"),
+    ("spikes\nk=6", "grad spikes_6", "d"),
+    ("\nk=9", "grad spikes_9", "d"),
+)
 # A teacher that differs in one of these is another one. Else how it was trained is a matter of the recipe, not of the
 # sweep: students are compared under the same teacher.
 _TEACHER = ("student", "vocab_size", "data", "documents", "sequence_length")
@@ -89,11 +103,21 @@ def outcome(label: str, recipe: Recipe, output: Path) -> dict[str, Any]:
     return {"run": label, **{key: found[key] for key in LOSSES if key in found}, **gradients}
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown, with the columns that occur."""
-    columns = [column for column in _COLUMNS if any(column in row for row in rows)]
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
+def table(rows: list[dict[str, Any]], title: str | None = None) -> Table:
+    """Columns that occur, of runs by the value of the field that they differ in."""
+    field = rows[-1]["run"].partition("=")[0]
+    # No lines between columns: it fits a terminal of 80.
+    shown = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column(f"\n{field}", overflow="fold")
+    columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    for heading, _, _ in columns:
+        shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = (row.get(column, "") for column in columns)
-        yield f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in cells)} |"
+        cells = (format(row[key], form) if key in row else "-" for _, key, form in columns)
+        shown.add_row(row["run"].removeprefix(f"{field}="), *cells)
+    return shown
+
+
+def stopped(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Why runs have no numbers."""
+    yield from (f"{row['run']}: {row['stopped']}" for row in rows if "stopped" in row)

@@ -77,16 +77,17 @@ def average(results: dict[str, dict[str, Any]]) -> dict[str, float | None] | Non
     return {"value": sum(cell["value"] or 0.0 for cell in cells) / n, "stderr": error}
 
 
-def tables(summary: dict[str, Any]) -> list[Table]:
-    """Table 1 for what it has, then everything else line by line."""
+def tables(summary: dict[str, Any]) -> list[Table | str]:
+    """Table 1 for what it has, then everything else line by line. The model and what Table 1 shows are lines around
+    them: as title and caption they would be as narrow as the table."""
     results = {result["name"]: result for result in summary["results"]}
-    found: list[Table] = []
+    found: list[Table | str] = [summary["model"]]
     in_table_1 = [name for name in ("c4", *TABLE_1) if name in results]
     if in_table_1:
-        found.append(_table_1(summary, results, in_table_1))
+        found += _table_1(summary, results, in_table_1)
     rest = [result for result in summary["results"] if result["name"] not in in_table_1]
     if rest:
-        table = Table("measure", "metric", "value", "±", title=None if in_table_1 else summary["model"])
+        table = Table("measure", "metric", "value", "±")
         names = Counter(result["name"] for result in rest)
         for result in rest:
             # Two texts may be called valid.jsonl.
@@ -103,12 +104,12 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     return found
 
 
-def _table_1(summary: dict[str, Any], results: dict[str, dict[str, Any]], names: list[str]) -> Table:
+def _table_1(summary: dict[str, Any], results: dict[str, dict[str, Any]], names: list[str]) -> list[Table | str]:
     limited = sorted({results[name]["limit"] for name in names if results[name]["limit"]})
     caption = "accuracy in %, acc_norm where the harness has it; C4: perplexity per word; ± one standard error"
     if limited:
         caption += f"; only the first {', '.join(map(str, limited))} documents of each"
-    table = Table(title=summary["model"], caption=caption)
+    table = Table()
     cells = []
     for name in names:
         table.add_column("C4 PPL" if name == "c4" else TABLE_1[name], justify="right")
@@ -117,7 +118,7 @@ def _table_1(summary: dict[str, Any], results: dict[str, dict[str, Any]], names:
         table.add_column("Avg.", justify="right")
         cells.append(_percent(summary["average"]))
     table.add_row(*(_with_error(cell) for cell in cells))
-    return table
+    return [table, caption]
 
 
 def _percent(cell: dict[str, float | None]) -> dict[str, float | None]:

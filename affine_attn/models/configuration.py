@@ -3,6 +3,7 @@
 # transformers annotates as strings and class variables what it makes properties of and sets on instances.
 # pyright: reportIncompatibleVariableOverride=false, reportAttributeAccessIssue=false
 
+import json
 import os
 import sys
 import warnings
@@ -208,6 +209,16 @@ class AffineAttnConfig(LlamaConfig):
 
     def _validate_p_rope_top_rope_parameters(self, rope_parameters: dict, ignore_keys: set | None = None) -> None:
         self._validate_default_rope_parameters(rope_parameters, (ignore_keys or set()) | {"p"})
+
+
+def as_given(text: str) -> Any:
+    """The attention that a command or a recipe names: a variant's name as it is, JSON as what it stands for."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"attention={text} is not JSON: {error}") from error
 
 
 def as_spec(attention: Any) -> AttentionSpec:

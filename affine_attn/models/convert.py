@@ -25,7 +25,7 @@ from transformers import (
 from affine_attn.core.spec import GATES, AttentionSpec
 from affine_attn.core.variants import at_length
 from affine_attn.errors import UserError
-from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_spec
+from affine_attn.models.configuration import OWN_ROPE_TYPES, AffineAttnConfig, as_given, as_spec
 from affine_attn.models.folder import HOW_TO_LOAD
 from affine_attn.models.load import load, tokenizer_of
 from affine_attn.models.modeling import AffineAttnForCausalLM
@@ -149,7 +149,8 @@ def convert_folder(
 ) -> Iterator[str]:
     """Convert, save with the tokenizer, and say line by line what was done.
 
-    attention: a variant's name; None keeps that of an AffineAttn model, with its length, and gives others affine.
+    attention: a variant's name, or a spec or a list of both as JSON; None keeps that of an AffineAttn model, with its
+    length, and gives others affine.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; give a new folder")
@@ -166,7 +167,8 @@ def convert_folder(
     else:
         keeps = attention is None and isinstance(given, AffineAttnForCausalLM)
         attention = "its own" if keeps else "affine" if attention is None else attention
-        made = convert(given, given.config.attention if keeps else attention, start_as_softmax, length=length)
+        chosen = given.config.attention if keeps else as_given(attention)
+        made = convert(given, chosen, start_as_softmax, length=length)
         save_with_code(made, target) if with_code else made.save_pretrained(target)
         yield f"{target}: {attention} attention, {made.num_parameters():,} parameters"
         yield from _about_tensors(made, given, verbose)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -17,14 +18,23 @@ from tests.support.tiny_runs import metrics
 RUNS = ("teacher", "attention=softmax", "attention=sink", "attention=affine")
 
 
-def tiny_demo(folder):
+def tiny_demo(folder, console=None):
     chosen = dataclasses.replace(
         recipe("demo"), student="nano", data=str(folder / "data"), vocab_size=300, sequence_length=32,
         steps=6, warmup_steps=2, decay_steps=2, save_steps=3, valid_sequences=4, statistics_steps=3,
     )  # fmt: skip
-    console = Console(file=io.StringIO(), width=80)
+    console = console or Console(file=io.StringIO(), width=80)
     run_demo(chosen, folder / "runs", console, max_files=20)
     return console.file.getvalue()
+
+
+def test_it_fits_a_terminal(finished):
+    folder, text = finished
+    assert max(len(line) for line in text.splitlines() if re.match(r" *\S+ +[\d.-]+ ", line)) <= 80
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    tiny_demo(folder, console)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= 80 or line.startswith("  affine-attn") or str(folder) in line for line in lines)
 
 
 def written(folder):

@@ -88,6 +88,18 @@ def test_a_conversion_says_what_it_did_to_the_model(llama, tmp_path, monkeypatch
     assert re.search(r"at \d+% of them: train it, or try --start-as-softmax$", broken.output, re.M)
 
 
+def test_attention_may_be_json(llama, tmp_path):
+    given = '["softmax", {"sink": "learned", "affine": {"length": 100}}]'
+    made = run("convert", llama, tmp_path / "new", "--attention", given)
+    assert made.exit_code == 0, made.output
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "new").config
+    assert config.spec(0) == AttentionSpec()
+    assert config.spec(1) == AttentionSpec(sink="learned", affine=Affine(length=100))
+    wrong = run("convert", llama, tmp_path / "wrong", "--attention", '{"sink": }')
+    assert wrong.exit_code == 2
+    assert "is not JSON" in wrong.stderr
+
+
 def test_ends_that_disagree_are_named(tmp_path):
     LlamaForCausalLM(LlamaConfig(**SIZES | {"eos_token_id": [5, 6]})).save_pretrained(tmp_path / "llama")
     tokenizer = words()

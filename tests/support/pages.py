@@ -7,6 +7,7 @@ checkout: it installs, trains and evaluates as a reader would. ``tests/test_page
 import gzip
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ SKIPPED = {
     "pip install affine-attn": "from the package index; the checkout is what is tested",
     "make test": "runs this",
     "make docs": "make test builds the site",
-    "affine-attn bench": "minutes of timing; tests/bench runs it",
+    "affine-attn bench --update-docs": "minutes of timing; tests/bench runs it",
     "affine-attn --install-completion": "changes the settings of the shell",
     "affine-attn analyze": _NAMED,
     "affine-attn distill small sequence_length=1024 steps=1250": "a GPU, minutes",
@@ -136,11 +137,26 @@ def main() -> None:
 
 
 def _run(page: str, what: str, command: list[str], place: Path, environment: dict[str, str]) -> None:
+    """Run a command as on a terminal, and say how long nothing was heard of it."""
     print(f"# {page}: {what}", flush=True)
-    begun = time.monotonic()
-    if code := subprocess.run(command, cwd=place, env=environment, check=False).returncode:
+    begun = heard = time.monotonic()
+    silent = 0.0
+    terminal, its_end = pty.openpty()
+    process = subprocess.Popen(command, cwd=place, env=environment, stdout=its_end, stderr=its_end)
+    os.close(its_end)
+    while True:
+        try:
+            output = os.read(terminal, 1 << 16)
+        except OSError:  # the last one has closed it
+            break
+        silent, heard = max(silent, time.monotonic() - heard), time.monotonic()
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+    os.close(terminal)
+    if code := process.wait():
         sys.exit(f"{page}: {what}\nended with exit code {code}, in {place}")
-    print(f"# {time.monotonic() - begun:.0f} s", flush=True)
+    ended = time.monotonic()
+    print(f"# {ended - begun:.0f} s, silent for {max(silent, ended - heard):.0f} s at most", flush=True)
 
 
 if __name__ == "__main__":
