@@ -23,7 +23,7 @@ from affine_attn.kernels import launch
 from affine_attn.kernels.decode.launch import CURVES as DECODE_CURVES
 from affine_attn.kernels.decode.launch import LOGITS as DECODE_LOGITS
 from affine_attn.kernels.device import capability, must_be_deterministic
-from affine_attn.kernels.epilogue.tiles import is_long
+from affine_attn.kernels.epilogue.tiles import SLIDING
 from affine_attn.kernels.flash.launch import CURVES as FLASH_CURVES
 from affine_attn.kernels.flash.launch import LOGITS as FLASH_LOGITS
 from affine_attn.kernels.launch import ELEMENTWISE, gate_kind
@@ -247,7 +247,7 @@ def facts_of(call: Call, machine: Machine | None = None) -> Facts:
         call.mask.causal,
         call.mask.restrictions,
         None if call.mask.documents is None else _known_of_documents(call),
-        call.mask.window is not None and is_long(call.mask.window),
+        (call.mask.window or 0) >= SLIDING,
         call.sink is not None,
         isinstance(call.sink, torch.Tensor) and call.sink.ndim == 3,
         call.alpha is not None,

@@ -115,11 +115,7 @@ def sums_restart(call: Call) -> bool:
 def sums_slide(call: Call) -> bool:
     """Return True if the sums of visible values slide along with a window."""
     mask = call.mask
-    return mask.causal and mask.restrictions == ("window",) and is_long(mask.window) and call.tq <= call.tk
-
-
-def is_long(window: int | None) -> bool:
-    return window is not None and window >= SLIDING
+    return mask.causal and mask.restrictions == ("window",) and (mask.window or 0) >= SLIDING and call.tq <= call.tk
 
 
 @functools.lru_cache(1024)
