@@ -29,6 +29,7 @@ from transformers import (
 
 import affine_attn.models  # noqa: F401 (registers the implementation)
 from affine_attn import Mask, attention
+from affine_attn.models import attn_implementation
 from affine_attn.models.attn_implementation import transformers_attention, transformers_mask
 from affine_attn.models.masks import PreparedMask
 from tests.support.hf import SIZES, left_padded, tiny_model
@@ -169,11 +170,19 @@ def test_generation_is_that_of_the_eager_path(config, cache):
     assert torch.equal(generated, eager.generate(tokens, **options))
 
 
-def test_packed_positions_reach_a_foreign_model():
+def test_packed_positions_reach_a_foreign_model_with_what_they_promise(monkeypatch):
+    masks = []
+
+    def seen(q, k, v, mask, **named):
+        masks.append(mask)
+        return attention(q, k, v, mask, **named)
+
+    monkeypatch.setattr(attn_implementation, "attention", seen)
     _, ours = pair(LlamaConfig(**SIZES))
     tokens, _ = left_padded(batch=1, length=9, padded=0)
     positions = torch.cat([torch.arange(n) for n in (4, 5)])[None]
     packed = ours(tokens, position_ids=positions, use_cache=False).logits
+    assert {(mask.contiguous, mask.most_documents) for mask in masks} == {(True, 2)}
     separate = torch.cat([ours(part).logits for part in tokens.split([4, 5], 1)], 1)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-4)
 
