@@ -116,7 +116,9 @@ def work(
         try:
             if time.time() - start > options.budget:
                 raise SystemExit(f"{name}: no time left")
-            found = side_by_side(timed, PLAIN, device, options.rounds, options.round_ms) if timed else {}
+            if PLAIN not in timed:
+                raise SystemExit(f"{name}: {PLAIN} did not run")
+            found = side_by_side(timed, PLAIN, device, options.rounds, options.round_ms)
             for what, timing in found.items():
                 rows[what] |= record.times(timing) | {"ratio": f"{timing.ratio:.4f}", "baseline": PLAIN}
         finally:

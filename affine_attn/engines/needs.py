@@ -394,7 +394,7 @@ def fa4_unasked(f: Facts) -> str | None:
         # Before sizes are looked at, which a compiler would then have to guard.
         return f"since {reason}"
     if f.is_deterministic:
-        return "since its deterministic backward has not been timed"
+        return "since no other has been timed beside it in deterministic mode"
     if not f.causal:
         return "since it has been timed under causal masks alone"
     if f.value_dim != f.head_dim:

@@ -247,7 +247,7 @@ def test_the_sm90_forward_beside_it_where_the_two_took_least_time(flash_attn_4, 
     ("changes", "reason"),
     [
         ({"has_grad": False}, "since its forward has not been timed by itself"),
-        ({"is_deterministic": True}, "since its deterministic backward has not been timed"),
+        ({"is_deterministic": True}, "since no other has been timed beside it in deterministic mode"),
         ({"causal": False}, "since it has been timed under causal masks alone"),
         ({"head_dim": 80, "value_dim": 80}, "since it has not been timed with a head_dim of 80"),
         ({"value_dim": 32}, "since it has not been timed with values of another width than keys"),
