@@ -34,7 +34,7 @@ def forward(
     kernel: str | None, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return (o, z) of plain attention by a kernel of ``plan.KERNELS``; windows are those of "flash2" alone."""
-    if _is_countable(q, k, v):
+    if _is_countable(q, v):
         return _forward(kernel, q, k, v, scale, causal, window)
     o, z = new_output(q, v), torch.empty(q.shape[:3], dtype=row_dtype(q), device=q.device)
     for share in _shares(q, k, v):
@@ -56,7 +56,7 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of plain attention; exact also if o and z have a sink in them and do has factors per row."""
-    if _is_countable(q, k, v):
+    if _is_countable(q, v):
         return _backward(kernel, do, q, k, v, o, z, scale, causal, window)
     dq, shares = torch.empty_like(q), _shares(q, k, v)
     # Where the query heads of a kv head are in several shares, its gradients are sums over them.
@@ -76,10 +76,11 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(q) if q.size(3) == v.size(3) else q.new_empty(*q.shape[:3], v.size(3))
 
 
-def _is_countable(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if one call of an operator can count all elements, those of o too, and all sequences."""
-    most = max(q.numel(), k.numel(), v.numel(), q.numel() // q.size(3) * v.size(3))
-    return most <= MOST_ELEMENTS and q.size(0) <= MOST_SEQUENCES
+def _is_countable(q: Tensor, v: Tensor) -> bool:
+    """Return True if one call of an operator can count all sequences, and all elements of tensors in one width."""
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
+    most = batch * max(heads * queries, kv_heads * keys) * max(dim, value_dim)
+    return most <= MOST_ELEMENTS and batch <= MOST_SEQUENCES
 
 
 class _Share(NamedTuple):

@@ -70,6 +70,9 @@ def compose(
         scaled = row_scaled(call, plan.epilogue == "kernels")
         if plan.backward in whole_backwards:
             gradients = whole_backwards[plan.backward](scaled, dy, output)
+        elif plan.epilogue is None:
+            do = eager.dense(dy, call, output.y)
+            gradients = Gradients(*attend_backward(scaled, plan.backward, do, output.y, output.lse))
         else:
             rows = _epilogue(plan).RowGradients(call, dy, output)
             with rows.incoming() as do:

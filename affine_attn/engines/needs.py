@@ -197,6 +197,11 @@ class Facts(NamedTuple):
     has_bias_grad: bool
     sizes: Answers | Questions
 
+    @property
+    def has_stages(self) -> bool:
+        """Return True if something is done after the attention, row by row."""
+        return self.has_sink or self.has_alpha or self.has_beta or self.has_gate
+
 
 class Sizes(NamedTuple):
     """What the choice of kernels depends on besides: layouts and lengths of real tensors, and kinds of gates."""

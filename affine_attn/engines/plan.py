@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from affine_attn.core.call import Call
-from affine_attn.core.spec import Alibi
+from affine_attn.core.spec import Alibi, LogN
 from affine_attn.engines import needs
 from affine_attn.engines.needs import MACHINES, Facts, Sizes, facts_of, sizes_of
 
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     forward: str  # a key of KERNELS
     backward: str | None  # a key of KERNELS; None where nothing requires a gradient
-    epilogue: str | None  # row-wise work outside of the attention's kernel, if it has any: "kernels" or "torch"
+    epilogue: str | None  # row-wise work outside of the attention's kernel, if there is any: "kernels" or "torch"
     sums: str | None  # of the visible values, which beta weighs: a key of SUMS
 
 
@@ -103,6 +103,8 @@ def kernels(name: str, f: Facts, s: Sizes) -> Plan:
     if name == "fa4" and needs.sm90_beside_fa4(f, s) is None:
         forward = "sm90"
     epilogue = "kernels" if needs.epilogue(f) is None else "torch"
+    if not f.has_stages and f.logit is not LogN:
+        epilogue = None
     of_masks = "table" if epilogue == "kernels" else "pieces"
     has_packed = f.causal and f.restrictions == ("documents",) and f.documents != needs.SCATTERED
     has_window = f.causal and f.restrictions == ("window",) and f.has_long_window
@@ -214,10 +216,10 @@ def _epilogue(plan: Plan, f: Facts) -> str:
         return "in the kernel itself"
     if plan.forward == "sm90":
         return "in the forward itself, fused kernels in the backward"
+    if not f.has_stages:
+        return "none, as there is no stage after the attention"
     if plan.epilogue is None or plan.forward == "fa4_sink":
         return "in the forward itself"
-    if not (f.has_sink or f.has_alpha or f.has_beta or f.has_gate):
-        return "none, as there is no stage after the attention"
     # FlexAttention's is torch's whatever the machine has.
     reason = None if plan.forward == "flex" else needs.epilogue(f)
     text = EPILOGUES[plan.epilogue] + (f", since {reason}" if reason is not None else "")

@@ -89,11 +89,11 @@ class RowGradients:
         has_rows = not (call.alpha is None and call.beta is None and call.gate is None)
         if not has_rows and not isinstance(call.sink, Tensor):
             # A constant sink is in out and lse already.
-            self.do = _dense(dy, call, o)
+            self.do = dense(dy, call, o)
             return
         parts = [self._part(rows, u, dy, o) for rows, u in _value_tiles(call)]
         do, *found = zip(*parts, strict=True)
-        self.do = _dense(dy if self.is_folded else do[0] if len(do) == 1 else torch.cat(do, 2), call, o)
+        self.do = dense(dy if self.is_folded else do[0] if len(do) == 1 else torch.cat(do, 2), call, o)
         self.along_o, self.dbeta, self.dgate, self.du = (x[0] if len(x) == 1 else _joined(x) for x in found)
 
     def _part(self, rows: slice | None, u: Tensor | None, dy: Tensor, o: Tensor) -> tuple[Any, ...]:
@@ -203,7 +203,7 @@ def _value_tiles(call: Call) -> Iterator[tuple[slice | None, Tensor | None]]:
         yield rows, u
 
 
-def _dense(x: Tensor, call: Call, o: Tensor) -> Tensor:
+def dense(x: Tensor, call: Call, o: Tensor) -> Tensor:
     """Return x as a stock backward reads it: the gradient of a sum, say, is one number everywhere."""
     steps = x.stride()
     return x if steps == call.q.stride() or steps == o.stride() or x.is_contiguous() else call.new_output().copy_(x)
