@@ -223,10 +223,7 @@ def variant_name(specs: Sequence[AttentionSpec]) -> str | None:
 
 def table(analyses: Sequence[Analysis]) -> Table:
     """The scalars of all models."""
-    first = analyses[0].content["data"]
-    data = f"{first['sequences']} x {first['length']} tokens of {first['path']}"
-    caption = f"means (max_logit: the largest) over layers, heads and {data}"
-    shown = Table("metric", caption=caption)
+    shown = Table("metric")
     for analysis in analyses:
         shown.add_column(analysis.name, justify="right")
     names = dict.fromkeys(name for analysis in analyses for name in analysis.content["scalars"])
@@ -234,6 +231,13 @@ def table(analyses: Sequence[Analysis]) -> Table:
         values = [analysis.content["scalars"].get(name) for analysis in analyses]
         shown.add_row(name, *("" if value is None else f"{value:.4g}" for value in values))
     return shown
+
+
+def caption(analyses: Sequence[Analysis]) -> str:
+    """What the table has: a line below it, since as its caption it would be as narrow."""
+    first = analyses[0].content["data"]
+    data = f"{first['sequences']} x {first['length']} tokens of {first['path']}"
+    return f"means (max_logit: the largest) over layers, heads and {data}"
 
 
 def figure_folder(folders: Sequence[Path], output: Path | None) -> Path:

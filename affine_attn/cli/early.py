@@ -10,6 +10,11 @@ from affine_attn.runs.layout import model_and_run
 from affine_attn.runs.places import require_place
 
 
+def require_model(model: str) -> None:
+    """The folder of a model, not that of a run, or what may be a hub id."""
+    require_place(model)
+
+
 def require_models(*models: str) -> None:
     """Folders of models or of runs, or what may be a hub id."""
     for model in models:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from affine_attn.cli.early import require_files, require_models
+from affine_attn.cli.early import require_files, require_model, require_models
 from affine_attn.cli.options import MAX_SEED, TASKS, BatchSize, Device, Dtype, Model, one_of
 from affine_attn.cli.terminal import console, one_line_errors, say, tell
 
@@ -139,7 +139,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: tasks of lm-evaluation-harness, perplexity, long contexts. Finished results are reused."""
     with one_line_errors():
-        require_models(model)
+        require_model(model)
         require_files([*(text or ()), *(shards or ()), *([import_scores] if import_scores else [])])
         from affine_attn.evaluate import results, run
         from affine_attn.models.load import ModelHandle
@@ -188,7 +188,7 @@ def eval_score(
 ) -> None:
     """Score exported requests on a machine that has torch and transformers, but no harness and none of its data."""
     with one_line_errors():
-        require_models(model)
+        require_model(model)
         require_files([requests])
         from affine_attn.evaluate.score import score_file
         from affine_attn.models.load import ModelHandle
@@ -263,6 +263,7 @@ def analyze(
         print(json.dumps(run.summary(analyses, folders, files), indent=1))
         return
     console.print(run.table(analyses))
+    tell(run.caption(analyses))
     for folder in folders:
         say(str(folder))
     if files:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from affine_attn.cli.early import require_models
+from affine_attn.cli.early import require_model
 from affine_attn.cli.options import MAX_SEED, VARIANTS, Device, Model, one_of
 from affine_attn.cli.terminal import one_line_errors, tell
 from affine_attn.errors import UserError
@@ -47,6 +47,7 @@ def convert(
 ) -> None:
     """Give an existing checkpoint another attention (or, with --to-plain, take it back to transformers' own class)."""
     with one_line_errors():
+        require_model(source)
         from affine_attn.models.convert import convert_folder
 
         for line in convert_folder(
@@ -63,6 +64,7 @@ def export(
 ) -> None:
     """Write a model for programs without this package, and compare what onnxruntime makes of it with torch."""
     with one_line_errors():
+        require_model(model)
         from affine_attn.models.onnx import export_folder
 
         if not onnx:
@@ -85,7 +87,7 @@ def generate(
 ) -> None:
     """Continue a prompt, token by token, and say how fast: the text on stdout, the speed on stderr."""
     with one_line_errors():
-        require_models(model)
+        require_model(model)
         from affine_attn.models.generate import generate_text
 
         speed = generate_text(model, prompt, max_new_tokens, temperature, seed, device, recent)

@@ -76,5 +76,5 @@ def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> No
     with one_line_errors():
         if not script.exists():
             raise UserError("bench needs a source checkout: benchmarks/run.py is not part of the installed package")
-    sys.argv = [str(script), *(arguments or [])]
-    runpy.run_path(str(script), run_name="__main__")
+        sys.argv = [str(script), *(arguments or [])]
+        runpy.run_path(str(script), run_name="__main__")

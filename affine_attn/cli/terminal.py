@@ -19,8 +19,9 @@ def say(line: str) -> None:
 
 
 def tell(line: str, to: Console = console, **style: Any) -> None:
-    """Print text: a terminal gets it wrapped at words, a program whole."""
-    to.print(line, markup=False, highlight=False, soft_wrap=not to.is_terminal, **style)
+    """Print text: a terminal gets it wrapped at words, a program whole, and so is a command, which is to be copied."""
+    whole = not to.is_terminal or line.startswith("  affine-attn ")
+    to.print(line, markup=False, highlight=False, soft_wrap=whole, **style)
 
 
 def note(line: str) -> None:

@@ -181,10 +181,12 @@ def _outcome(recipe: Recipe, folder: RunFolder, seconds: float) -> Iterator[str]
     yield f"loss {found['loss']:.4f}{perplexity}"
     yield f"{duration(seconds)}, {found['tokens_per_second']:,.0f} tokens/s, {memory / 2**30:.2f} GiB at most"
     model, run, data = (quote(str(path)) for path in (folder.model, folder.path, recipe.data))
+    modules = sorted(set().union(*(spec.modules for spec in recipe.specs)))
+    own = "".join(f" --import {name}" for name in modules)
     yield "next:"
-    yield f"  affine-attn eval {model} --shards {data} --length {recipe.sequence_length}"
-    yield f"  affine-attn analyze {run} --data {data}"
-    yield f"  affine-attn report {run}"
+    yield f"  affine-attn eval {model} --shards {data}{own}"
+    yield f"  affine-attn analyze {run} --data {data}{own}"
+    yield f"  affine-attn report {run}{own}"
 
 
 def _training(recipe: Recipe, result: dict[str, Any]) -> str:

@@ -101,6 +101,8 @@ def test_the_table_of_the_docs_has_every_command_with_its_extras():
 
 def test_wrong_input_is_refused_before_torch_is_loaded(folder):
     (folder / "runs").mkdir()
+    (folder / "run" / "model").mkdir(parents=True)
+    (folder / "run" / "model" / "config.json").write_text("{}")
     lines = {
         "distill dmo": "there is no recipe 'dmo'; did you mean demo?",
         "distill none.toml": "there is no file or folder none.toml",
@@ -108,6 +110,9 @@ def test_wrong_input_is_refused_before_torch_is_loaded(folder):
         "recipes smal": "there is no recipe 'smal'; did you mean small?",
         "generate modle hi": "there is no folder modle; did you mean model?",
         "generate runs/dmo hi": "there is no folder runs/dmo",
+        "eval run": "run is the folder of a run: its model is run/model",
+        "convert runs/dmo new": "there is no folder runs/dmo",
+        "export runs/dmo --onnx": "there is no folder runs/dmo",
         "generate ./nothing hi": "there is no folder ./nothing",
         "eval runs/dmo": "there is no folder runs/dmo",
         "eval model --text none.txt": "there is no file or folder none.txt",

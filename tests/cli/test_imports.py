@@ -84,9 +84,10 @@ def test_a_variant_of_ones_own_goes_from_training_to_the_report(own, tmp_path):
     assert said in refused("distill", "mine.toml")
     assert "commands: --import FILE" in refused("distill", "mine.toml")
 
-    printed("distill", "mine.toml", "--import", own)
+    trained = printed("distill", "mine.toml", "--import", own)
     run = tmp_path / "runs" / "mine"
     assert len(metrics(run)) == 6
+    assert "affine-attn report runs/mine --import my_variants" in trained
     model = str(run / "model")
     printed("--import", own, "eval", model, "--shards", str(data), "--length", str(LENGTH))
     printed("analyze", str(run), "--import", own, "--data", str(data), "--sequences", "3", "--no-figures")

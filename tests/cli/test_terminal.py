@@ -59,3 +59,6 @@ def test_text_wraps_at_words_on_a_terminal_alone(monkeypatch):
         lines = console.file.getvalue().splitlines()
         assert " ".join(line.strip() for line in lines).split() == words
         assert (len(lines) > 1) == is_terminal
+        console.file = io.StringIO()
+        terminal.tell(f"  affine-attn {' '.join(words)}", console)
+        assert len(console.file.getvalue().splitlines()) == 1  # a command is there to be copied
