@@ -75,14 +75,14 @@ test-readme: .venv/.installed
 test-aot: .venv/.installed
 	$(BIN)/python -m pytest -n 2 tests/kernels/test_aot.py
 
-# transformers' own common model tests, those it calls slow too: SOURCE is a checkout of its repository, used for the library
-# and for the tests.
+# transformers' own model tests, those it calls slow too, on models of this package and on its own with this attention:
+# SOURCE is a checkout of its repository, used for the library and for the tests.
 HF_SOURCE = $(abspath $(SOURCE))
 test-hf-common: .venv/.installed
 	@test -f "$(HF_SOURCE)/tests/test_modeling_common.py" || { echo "give SOURCE=path/to/transformers, a checkout"; exit 2; }
 	cd "$(HF_SOURCE)" && PYTHONPATH="$(HF_SOURCE)/src:$(HF_SOURCE):$(CURDIR)" HF_HUB_OFFLINE=1 RUN_SLOW=1 \
 		"$(CURDIR)/$(BIN)/python" -m pytest -q -n 2 -c /dev/null -p no:cacheprovider --import-mode=importlib \
-		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common/test_common.py"
+		--rootdir="$(CURDIR)/hf_common" "$(CURDIR)/hf_common"
 
 # Every decoder of transformers, eager against ours, with its oldest and its newest version; writes docs/hf-models.md.
 test-hf-models: .venv/.installed $(NEWEST_TRANSFORMERS)

@@ -13,6 +13,7 @@ from tests.test_modeling_common import ModelTesterMixin, ids_tensor, torch_devic
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from affine_attn.models import AffineAttnConfig, AffineAttnForCausalLM, AffineAttnModel
+from hf_common.expected import ONNX, failing
 
 NOT_APPLICABLE = {
     "test_can_set_attention_dynamically": "there is one implementation; 'eager' is accepted and means the same",
@@ -67,6 +68,8 @@ class Common(ModelTesterMixin, GenerationTesterMixin):
 # Before the classes below exist: transformers looks through a test class when it is made.
 for _name, _reason in NOT_APPLICABLE.items():
     setattr(Common, _name, pytest.mark.xfail(reason=_reason, strict=True)(getattr(Common, _name)))
+for _name, _reason in ONNX.items():
+    setattr(Common, _name, failing(Common, _name, _reason))
 
 
 class WithoutAverage(Common):
