@@ -493,10 +493,8 @@ def stock(f: Facts) -> str | None:
 
 def sdpa_unasked(f: Facts) -> str | None:
     """Why "auto" leaves the stock kernels alone although they may be able to run the call, or None."""
-    if f.value_dim == f.head_dim or f.machine.device != "cuda" or f.machine.capability is None or cudnn(f) is None:
-        return None
-    if flash(f) is None:
-        return "since zeros would fill up the narrower channels, and kernels of this package read each as they are"
+    if f.value_dim != f.head_dim and f.machine.device == "cuda":
+        return "since its operators have not been run on a GPU with values of another width than keys"
     return None
 
 

@@ -179,11 +179,11 @@ def test_explain_says_what_other_widths_of_values_cost():
     assert "\nwidths: 64 channels of q and k, 32 of v, as they are\n" in explain(q, k, k[..., :32], impl="blocked")
     assert "widths" not in explain(q, k, k)
     on_cuda = [x.bfloat16() for x in (q, k, k[..., :32])]
-    said = explain(*on_cuda, on="sm90")
+    said = explain(*on_cuda, on="sm90", impl="sdpa")
     assert "forward: cudnn, PyTorch's cuDNN operator\nwidths: 64 channels of q and k, 32 of v, as they are\n" in said
     for mask, machine in ((Mask(window=4), "sm90"), (Mask(), "sm80")):
         said = explain(*on_cuda, mask, on=machine)
-        assert "\nsdpa: only by name, since zeros would fill up the narrower channels, and kernels of this " in said
+        assert "\nsdpa: only by name, since its operators have not been run on a GPU with values of another " in said
         assert "\nwidths: 64 channels of q and k, 32 of v, as they are\n" in said
         said = explain(*on_cuda, mask, on=machine, impl="sdpa")
         assert "\nwidths: 64 channels of q and k, 32 of v, filled with zeros up to 64: 33 % more multipl" in said

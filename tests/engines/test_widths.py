@@ -71,8 +71,7 @@ def test_a_compiler_chooses_the_engine_of_eager_calls(on_hopper, dynamic, monkey
     for widths in ((64, 32), (32, 64), (192, 128), (192, 96)):
         for mask in (Mask(), Mask(window=7)):
             q, v = (torch.randn(1, 2, 20, width).bfloat16() for width in widths)
-            engine = "sdpa" if mask.window is None and widths != (192, 96) else "triton"
-            assert compiled(q, v, mask)[1] == chosen(q, v, mask)[1] == engine
+            assert compiled(q, v, mask)[1] == chosen(q, v, mask)[1] == "triton"
 
 
 ON_GPU = [
