@@ -39,6 +39,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DEVICE = torch.device("cpu")
 
 Peer = Callable[[Tensor, Tensor, Tensor], Tensor]
+Functions = dict[str, Callable[[], object]]
 
 
 class Case(NamedTuple):
@@ -47,7 +48,8 @@ class Case(NamedTuple):
     peers: dict[str, Peer]
     real: Tensor | None = None  # rows that the peers compute, [B, T]; None: all
     logit: Logit | None = None
-    is_yardstick: bool = False  # the peers compute something else, and are not checked
+    yardsticks: dict[str, Peer] = {}  # noqa: RUF012  # they compute something else, and are not checked
+    without_backward: dict[str, Peer] = {}  # noqa: RUF012
 
 
 def documents(tokens: int) -> Case:
@@ -91,7 +93,9 @@ def window(tokens: int) -> Case:
         for rows in (32, 64, 128)
         if tokens % rows == 0
     }
-    return Case(f"window of {WINDOW}", mask, {**blocks, **_dense(mask, tokens)})
+    flex = functools.partial(peers.flex_compiled, sees=mask.predicate(tokens, tokens))
+    case = Case(f"window of {WINDOW}", mask, {**blocks, **_dense(mask, tokens)})
+    return case._replace(without_backward={"FlexAttention, compiled": flex})
 
 
 def alibi(tokens: int) -> Case:
@@ -103,9 +107,29 @@ def alibi(tokens: int) -> Case:
 
 
 def scale_invariant(tokens: int) -> Case:
-    """Return the case over plain causal attention: torch alone has no operator for it."""
-    peer = {"SDPA, plain scores": peers.causal}
-    return Case("scale_invariant", Mask(), peer, logit=ScaleInvariant(), is_yardstick=True)
+    """Return the case over plain causal attention, too: torch alone has no operator for it."""
+    logit, nothing = ScaleInvariant(), torch.zeros(())
+
+    def coefficients(distance: Tensor) -> tuple[Tensor, Tensor]:
+        factor, offset = logit.coefficients(distance, nothing, nothing, HEADS)
+        assert factor is not None
+        assert offset is not None
+        return factor, offset
+
+    distance = (torch.arange(tokens)[:, None] - torch.arange(tokens)).float()
+    factor, offset = coefficients(distance)
+    mask = torch.where(distance < 0, float("-inf"), offset)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        a, m = coefficients((i - j).float())
+        return a * s + m
+
+    dense = functools.partial(peers.dense_compiled, mask=mask, factor=factor)
+    flex = functools.partial(peers.flex_compiled, sees=Mask().predicate(tokens, tokens), score=score)
+    return Case(
+        "scale_invariant", Mask(), {"dense, compiled": dense}, None, logit,
+        {"SDPA, plain scores": peers.causal}, {"FlexAttention, compiled": flex},
+    )  # fmt: skip
 
 
 def _dense(mask: Mask, tokens: int) -> dict[str, Peer]:
@@ -139,8 +163,12 @@ def main(arguments: list[str] | None = None) -> None:
         machine = record.provenance(DEVICE)
         for tokens in TOKENS:
             for make in CASES:
+                # A compiler keeps no more than a few versions of a function.
+                torch.compiler.reset()
                 check(make(CHECKED))
-                record.update(path, [row | machine for row in training_rows(make(tokens), tokens, options.rounds)])
+                rows = training_rows(case := make(tokens), tokens, options.rounds)
+                rows += forward_rows(case, tokens, options.rounds)
+                record.update(path, [row | machine for row in rows])
         for dtype in (torch.bfloat16, torch.float32):
             record.update(path, [row | machine for row in decoding_rows(dtype, options.rounds)])
     finally:
@@ -168,14 +196,19 @@ def check(case: Case) -> None:
     exact, ours = ours_of(case, inputs, "reference"), ours_of(case, inputs)
     leaves = [inputs[name] for name in ("q", "k", "v")]
     checked = [(name, ours[name], exact[name]) for name in ours]
-    if not case.is_yardstick:
-        checked += [(name, functools.partial(peer, *leaves), exact["softmax"]) for name, peer in case.peers.items()]
+    checked += [(name, functools.partial(peer, *leaves), exact["softmax"]) for name, peer in case.peers.items()]
     for name, function, truth in checked:
         (found, gradients), (expected, true_gradients) = (
             _with_gradients(f, leaves, case.real) for f in (function, truth)
         )
         for a, b in zip((found, *gradients), (expected, *true_gradients), strict=True):
             _check_close(f"{case.what}, {name}", a, b, TOLERANCE[torch.float32])
+
+    with torch.no_grad():
+        expected = exact["softmax"]()
+        for name, peer in case.without_backward.items():
+            found = peer(*(x.detach() for x in leaves))
+            _check_close(f"{case.what}, {name}", found, expected, TOLERANCE[torch.float32])
 
 
 def _with_gradients(
@@ -199,10 +232,22 @@ def training_rows(case: Case, tokens: int, rounds: int) -> list[Row]:
     def step(function: Callable[[], Tensor], leaves: list[Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(), leaves, dy)
 
-    rivals = {name: step(functools.partial(peer, *qkv), qkv) for name, peer in case.peers.items()}
+    every = case.peers | case.yardsticks
+    rivals = {name: step(functools.partial(peer, *qkv), qkv) for name, peer in every.items()}
     ours = ours_of(case, inputs)
     own = {name: step(ours[name], qkv if name == "softmax" else list(inputs.values())) for name in ours}
     return _timed(case.what, str(tokens), rivals, own, rounds)
+
+
+@torch.no_grad()
+def forward_rows(case: Case, tokens: int, rounds: int) -> list[Row]:
+    """Over peers without a backward, too; of cases that have one."""
+    if not case.without_backward:
+        return []
+    inputs = {name: x.detach() for name, x in inputs_of(1, tokens).items()}
+    every = case.without_backward | case.peers | case.yardsticks
+    rivals: Functions = {name: functools.partial(peer, *(inputs[x] for x in "qkv")) for name, peer in every.items()}
+    return _timed(f"{case.what}, forward", str(tokens), rivals, {**ours_of(case, inputs)}, rounds)
 
 
 @torch.no_grad()
@@ -221,8 +266,8 @@ def decoding_rows(dtype: torch.dtype, rounds: int, keys: int = 4096) -> list[Row
 def _timed(
     what: str,
     shape: str,
-    rivals: dict[str, Callable[[], object]],
-    own: dict[str, Callable[[], object]],
+    rivals: Functions,
+    own: Functions,
     rounds: int,
 ) -> list[Row]:
     """A row for the fastest peer, and one for each of ours over it."""

@@ -78,8 +78,8 @@ def tables(rows: list[Row]) -> list[str]:
         ]
     if masks := _of("masks", rows):
         parts += [
-            "Masks and distance logits (forward + backward) and a decoded token, at so many tokens: CPU time of one "
-            "thread, ratio to the fastest of what torch alone has, named in the CSV (milliseconds); "
+            "Masks and distance logits (forward + backward, or forward) and a decoded token, at so many tokens: CPU "
+            "time of one thread, ratio to the fastest of what torch alone has, named in the CSV (milliseconds); "
             f"{_commits(masks)}:",
             _table(masks, _ratio_and_ms),
         ]

@@ -1,7 +1,12 @@
 """What a user would write with torch alone for a mask: the yardsticks beside F.scaled_dot_product_attention.
 
-Each is plain softmax attention of q [B, H, T, D] and k, v [B, Hkv, T, D], differentiable, [B, H, T, D] again.
+Each is softmax attention of q [B, H, T, D] and k, v [B, Hkv, T, D], [B, H, T, D] again; differentiable but for
+FlexAttention on a CPU. Compiled ones wait for seconds when they are first called with a shape.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,3 +49,35 @@ def window_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, rows: int) -> Te
 def float_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Scores with a mask [B or 1, H or 1, T, T] added."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, factor: Tensor) -> Tensor:
+    """Scores times a factor, with a mask added, both broadcastable to [B, H, T, T]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return (q.shape[-1] ** -0.5 * (q @ k.mT) * factor + mask).softmax(-1) @ v
+
+
+def dense_compiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, factor: Tensor) -> Tensor:
+    return compiled(dense)(q, k, v, mask, factor)
+
+
+def flex_compiled(
+    q: Tensor, k: Tensor, v: Tensor, sees: Callable[..., Tensor], score: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """FlexAttention with its mask_mod and its score_mod; its block mask is made once."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    block_mask = _block_mask(sees, q.shape[2], q.device)
+    return compiled(flex_attention)(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=True)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+@functools.cache
+def _block_mask(sees: Callable[..., Tensor], tokens: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(sees, None, None, tokens, tokens, device=device)

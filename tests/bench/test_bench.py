@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from affine_attn import VARIANTS, attention, attention_stats
+from affine_attn.bench import peers
 from affine_attn.bench import timing as measure
 from affine_attn.bench.accuracy import Shape
 from affine_attn.bench.timing import Timing, side_by_side
@@ -195,15 +196,18 @@ def test_tables_and_picture_are_made_of_the_rows(tmp_path):
     assert not plot.draw(rows[:1], tmp_path / "y.svg")
 
 
-@pytest.mark.parametrize("make", [make for make in masks.CASES if not make(128).is_yardstick])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("make", masks.CASES)
 def test_masks_are_timed_against_peers_that_are_right(make, monkeypatch):
     monkeypatch.setattr(masks, "CHECKED", 128)
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
     masks.check(case := make(128))
     wrong = case._replace(peers={"wrong": lambda q, k, v: 1.01 * next(iter(case.peers.values()))(q, k, v)})
     with pytest.raises(SystemExit, match=rf"^{case.what}, wrong is wrong: "):
         masks.check(wrong)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_masks_are_rows_over_the_fastest_peer(monkeypatch, tmp_path, capsys):
     timed = []
 
@@ -213,11 +217,12 @@ def test_masks_are_rows_over_the_fastest_peer(monkeypatch, tmp_path, capsys):
         return {name: Timing(1.0, 1.0, 1.0, 1.0 / (1 + place)) for place, name in enumerate(functions)}
 
     monkeypatch.setattr(masks, "side_by_side", turns)
+    monkeypatch.setattr(peers, "compiled", lambda function: function)
     monkeypatch.setattr(masks, "TOKENS", (128,))
     monkeypatch.setattr(masks, "CHECKED", 128)
     masks.main(["--output", str(tmp_path / "cpu.csv")])
     rows = record.read(tmp_path / "cpu.csv")
-    of_window = [row for row in rows if row["what"].startswith("window")]
+    of_window = [row for row in rows if row["what"].startswith("window of 128:")]
     assert [row["what"] for row in of_window] == [f"window of 128: {x}" for x in ("torch", "softmax", "affine")]
     assert {row["baseline"] for row in of_window} == {"SDPA with a float mask"}  # the last is the fastest here
     assert {row["mode"] for row in rows} == {"masks"}
