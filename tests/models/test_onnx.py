@@ -54,7 +54,8 @@ def test_torch_export_of_the_reference_takes_any_length(kv_heads):
 
 
 def test_what_cannot_be_exported_is_said(tmp_path):
-    for arguments, message in ((["--onnx"], "there is no folder"), ([], "--onnx")):
-        result = CliRunner().invoke(app, ["export", str(tmp_path / "nowhere"), *arguments])
+    tiny_model().save_pretrained(tmp_path / "model")
+    for arguments, message in ((["nowhere", "--onnx"], "there is no folder"), (["model"], "--onnx")):
+        result = CliRunner().invoke(app, ["export", str(tmp_path / arguments[0]), *arguments[1:]])
         assert result.exit_code == 2
         assert message in result.output
