@@ -69,7 +69,10 @@ def export(
 
         if not onnx:
             raise UserError("export: give --onnx; it is the one format there is")
-        for line in export_folder(model, output):
+        # Which takes longer than one waits without a sign.
+        with Console(stderr=True).status("tracing the model, then comparing the file with torch"):
+            lines = list(export_folder(model, output))
+        for line in lines:
             tell(line)
 
 
