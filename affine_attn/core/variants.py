@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from affine_attn.core.spec import YOUR_OWN, Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
+from affine_attn.core.spec import ACTIVATIONS, YOUR_OWN, Affine, Alibi, AttentionSpec, LogN, ScaleInvariant
 from affine_attn.errors import UserError
 
 
@@ -59,6 +59,8 @@ def _named(name: str) -> AttentionSpec:
     if name not in VARIANTS:
         nearest = get_close_matches(name, VARIANTS, n=1)
         hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
+        if name in ACTIVATIONS:
+            hint = f", which is an activation of alpha, AttentionSpec(affine=Affine(phi={name!r}));"
         raise UserError(
             f"unknown variant {name!r}{hint} allowed are {', '.join(VARIANTS)}, and several joined by +; {YOUR_OWN}"
         )

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from affine_attn.core.spec import Logit, SoftCap
+
 # Kernels exponentiate in base 2.
 LOG2E = math.log2(math.e)
 # Kinds of sinks and gates; constants.py has them for device code.
@@ -212,6 +214,12 @@ def sink_strides(sink: Tensor | tuple[int, ...] | None) -> dict[str, int]:
 
 def sink_kind(sink: Tensor | float | None) -> int:
     return NO_SINK if sink is None else CONSTANT_SINK if isinstance(sink, float) else LEARNED_SINK
+
+
+def cap_of(curve: Logit | None) -> float | None:
+    """Return the cap of a soft cap, which is the one curve that kernels know."""
+    assert curve is None or isinstance(curve, SoftCap)
+    return None if curve is None else curve.cap
 
 
 def gate_kind(gate: Tensor | None) -> int:

@@ -237,6 +237,10 @@ BAD: dict[str, tuple[Callable, str]] = {
     "dict_none": (lambda: AttentionSpec.from_dict(None), r"a dict with entries among .*, got None"),
     "dict_logit_name": (lambda: AttentionSpec.from_dict({"logit": "alibi"}), r"logit.*'alibi'"),
     "variant_nearly": (lambda: variant("afine"), r"'afine'.*did you mean 'affine'.*scale_invariant"),
+    "variant_activation": (
+        lambda: variant("linear_clipping"),
+        r"an activation of alpha, .*Affine\(phi='linear_clipping'\)",
+    ),
     "variant_part": (lambda: variant("sink+afine"), r"'afine'.*did you mean 'affine'"),
     "variant_parts": (lambda: variant("sink+off_by_one"), r"'sink\+off_by_one': 'off_by_one' has another sink"),
     "variant_unknown": (lambda: variant("xyz"), r"'xyz'.*affine.*scale_invariant"),

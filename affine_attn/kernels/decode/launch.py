@@ -9,7 +9,7 @@ from torch import Tensor
 from affine_attn.core.call import Call
 from affine_attn.core.spec import Alibi, LogN, ScaleInvariant, SoftCap
 from affine_attn.kernels.device import capability, cdiv, num_sms, padded
-from affine_attn.kernels.launch import INTERPRETED, LOG2E, Launch, strides
+from affine_attn.kernels.launch import INTERPRETED, LOG2E, Launch, cap_of, strides
 
 LOGITS = {type(None): 0, LogN: 0, ScaleInvariant: 1, Alibi: 2}  # as in the kernels; LogN has moved into q
 CURVES = (type(None), SoftCap)
@@ -61,7 +61,7 @@ def launches(call: Call, y: Tensor, splits: int | None = None) -> list[Launch]:
         **strides(gate, "g", "bhid"), **strides(y, "y", "bhi"),
     }  # fmt: skip
     tau = call.logit.tau if isinstance(call.logit, ScaleInvariant) else 1.0
-    cap = call.curve.cap if isinstance(call.curve, SoftCap) else None
+    cap = cap_of(call.curve)
     split = shared | {
         "p_q": q, "p_k": k, "p_v": v, "p_padding": padding, "p_documents": documents,
         "scale_log2": (call.scale if cap is None else cap) * LOG2E,

@@ -12,7 +12,7 @@ from affine_attn.core.call import Call
 from affine_attn.core.spec import Alibi, ScaleInvariant, SoftCap
 from affine_attn.kernels.device import cdiv, padded
 from affine_attn.kernels.flash.far_tables import FAR_RATIO, FAR_SLOTS, far_tables
-from affine_attn.kernels.launch import LOG2E, Launch, run, strides
+from affine_attn.kernels.launch import LOG2E, Launch, cap_of, run, strides
 
 PLAIN, SCALE_INVARIANT, ALIBI = 0, 1, 2  # as in the kernels
 
@@ -93,7 +93,7 @@ class Shared:
         # The kernels' scores are in base 2. The scale-invariant factor carries sqrt(log2e), the others log2e whole.
         unit = math.sqrt(LOG2E) if self.logit == SCALE_INVARIANT else LOG2E
         # It multiplies q.k, or with a soft cap the tanh in its place.
-        cap = call.curve.cap if isinstance(call.curve, SoftCap) else None
+        cap = cap_of(call.curve)
         self.cap_factor = None if cap is None else call.scale / cap
         self.qk_factor = (call.scale if cap is None else cap) * unit
         self.grad_factor = call.scale / unit if self.logit == SCALE_INVARIANT else call.scale
