@@ -241,7 +241,7 @@ def training_rows(case: Case, tokens: int, rounds: int) -> list[Row]:
 
 @torch.no_grad()
 def forward_rows(case: Case, tokens: int, rounds: int) -> list[Row]:
-    """Over peers without a backward, too; of cases that have one."""
+    """Return the rows over peers without a backward, of cases that have one."""
     if not case.without_backward:
         return []
     inputs = {name: x.detach() for name, x in inputs_of(1, tokens).items()}

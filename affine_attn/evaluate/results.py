@@ -56,7 +56,7 @@ def measured_once(
 
 
 def samples_file(result: Path) -> Path:
-    """Where the items of a task lie, one JSON line each, beside its result."""
+    """Return the file of the items of a task, one JSON line each, beside its result."""
     return result.with_name(f"{result.stem}.samples.jsonl")
 
 
