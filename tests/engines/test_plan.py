@@ -53,17 +53,19 @@ WITH_FA4 = "sm90 with flash-attn-4"
 
 
 @functools.cache
+def _tensors(queries: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return those of all calls: each with its own would hold 9 GB."""
+    q, k = torch.empty(1, 4, queries, 64, dtype=dtype), torch.empty(1, 2, keys, 64, dtype=dtype)
+    return q, k, torch.empty(1, 4, queries)
+
+
+@functools.cache
 def _call(name: str, mask: str, queries: int, dtype: torch.dtype) -> Call | None:
     shape = Shape(1, 4, 2, queries, max(queries, 2048), 64)
     visible = MASKS[mask](shape, torch.device("cpu"))
     if SPECS[name].logit is not None and SPECS[name].logit.needs_causal and not visible.causal:
         return None
-    options = {"dtype": dtype, "device": "cpu"}
-    q, k, row = (
-        torch.empty(1, 4, queries, 64, **options),
-        torch.empty(1, 2, shape.tk, 64, **options),
-        torch.empty(1, 4, queries),
-    )
+    q, k, row = _tensors(queries, shape.tk, dtype)
     stages = random_inputs(SPECS[name], Shape(1, 4, 2, 2, 2, 64), dtype)
     made = {"q": q, "k": k, "v": k, "alpha": row, "beta": row}
     if "gate" in stages:
