@@ -144,30 +144,6 @@ def test_files_of_a_run_are_read_without_torch():
     assert _loaded(f"import {', '.join(runs)}") == []
 
 
-def _writes_in_place(call: ast.Call) -> bool:
-    """Return True for a call that writes a file where it stands: after an error half of it would be there."""
-    function = ast.unparse(call.func)
-    if re.search(r"(^|\.)open$", function):
-        values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        modes = {value.value for value in values if isinstance(value, ast.Constant)}
-        return not function.startswith("temporary(") and not modes.isdisjoint({"w", "wb", "a", "ab", "x", "xb"})
-    writers = r"\.write_(text|bytes)$|^(shutil\.(copy\w*|move)|torch\.save|json\.dump)$"
-    return re.search(writers, function) is not None
-
-
-@pytest.mark.parametrize("module", [name for name in _modules() if not name.startswith("runs.")])
-def test_files_are_written_by_runs_files_which_writes_them_whole(module):
-    """Other libraries write into what it opens; transformers writes its folders itself."""
-    calls = (x for x in ast.walk(ast.parse(_modules()[module].read_text(encoding="utf-8"))) if isinstance(x, ast.Call))
-    assert [ast.unparse(call) for call in calls if _writes_in_place(call)] == []
-
-
-@pytest.mark.parametrize("code", ["path.open('wb')", "open(p, mode='a')", "path.write_text('')", "shutil.copy(a, b)"])
-def test_a_file_written_in_place_would_be_found(code):
-    (call,) = (x for x in ast.walk(ast.parse(code)) if isinstance(x, ast.Call))
-    assert _writes_in_place(call)
-
-
 def test_titles_of_metrics_and_colours_have_one_place():
     """Names of formulas, as of alpha, are no titles; the page's own colours are in its style sheet."""
     from affine_attn.figures.style import METRICS

@@ -52,7 +52,8 @@ def compose(
         if is_guarded and not (all_finite(call.q, call.k, o) or is_clean(call)):
             return careful(call, lambda clean: forward(clean, plan))
         # Kernels read contiguous row statistics; torch takes them as they come.
-        z = z.contiguous() if plan.epilogue == "kernels" else z
+        if plan.epilogue == "kernels" or plan.backward in whole_backwards:
+            z = z.contiguous()
         output = epilogue.apply_epilogue(call, o, z, begun)
         # Where a mask hides values, o says nothing of them.
         return Output(*output[:4], is_clean=is_guarded and not call.mask.restrictions)

@@ -229,8 +229,9 @@ def test_gradients_of_the_torch_epilogue_are_fp32_sums_that_are_rounded_once(cau
 @pytest.mark.parametrize("mask", ["causal", "all_padded", "left_padding", "documents"])
 @pytest.mark.parametrize("least", [0.0, -0.5], ids=["not_negative", "negative"])
 @pytest.mark.parametrize("sink", [None, SINKS], ids=["plain", "sinks"])
-def test_rows_that_alpha_switches_off_or_turns(sink, least, mask):
-    """Where no row of alpha is negative it is in the log-sum-exp that the backward sees, and dy is not copied."""
+def test_rows_that_alpha_switches_off_or_turns(sink, least, mask, monkeypatch):
+    """Where no row of alpha is negative it is in the log-sum-exp that the backward sees: no copy of a long dy."""
+    monkeypatch.setattr(eager, "_TILE_ENTRIES", 2048)
     shape = Shape(2, 6, 2, 20, 20, 16)
     inputs = random_inputs(SPECS["affine"], shape) | ({} if sink is None else {"sink": sink})
     inputs["alpha"] = inputs["alpha"] + least

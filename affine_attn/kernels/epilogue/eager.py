@@ -149,12 +149,15 @@ class RowGradients:
 
 
 def _is_folded(call: Call) -> bool:
-    """Return True if alpha is all that stands between dy and the attention, on a CPU, and no row of it is negative.
+    """Return True if alpha is all that stands between dy and the attention, on a CPU, no row of it is negative, and a
+    copy of dy would be worth saving.
 
     The attention's backward rebuilds weights as exp(s - lse), so a smaller lse makes them alpha times as large, and
     every gradient with them: there is no scaled copy of dy.
     """
-    if call.alpha is None or call.gate is not None or call.q.device.type != "cpu" or not call.alpha.numel():
+    if call.alpha is None or call.gate is not None or call.q.device.type != "cpu":
+        return False
+    if call.q.numel() <= _TILE_ENTRIES:
         return False
     least, largest = (x.item() for x in call.alpha.aminmax())
     return least >= 0 and largest < math.inf
