@@ -35,7 +35,6 @@ SKIPPED = {
     "pip install affine-attn": "from the package index; the checkout is what is tested",
     "make test": "runs this",
     "make docs": "make test builds the site",
-    "affine-attn bench --update-docs": "minutes of timing; tests/bench runs it",
     "affine-attn --install-completion": "changes the settings of the shell",
     "affine-attn analyze": _NAMED,
     "affine-attn distill small sequence_length=1024 steps=1250": "a GPU, minutes",
@@ -60,7 +59,8 @@ def commands() -> list[Command]:
     """Every command, those in the text too, in the order of the pages."""
     found = []
     for page in PAGES:
-        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL).replace("\\\n", "")
+        # Comments name what writes a part of the page.
+        text = re.sub(r"```.*?```|<!--.*?-->", "", (ROOT / page).read_text(), flags=re.DOTALL).replace("\\\n", "")
         for block, inline in _COMMAND.findall(text):
             found.append(Command(page, _COMMENT.sub("", block) or " ".join(inline.split())))
     return found
