@@ -236,8 +236,9 @@ def _values_backward(du: Tensor, call: Call) -> Tensor:
 
 
 def _sum_of_groups(x: Tensor) -> Tensor:
-    """[B, Hkv, g, T, D] -> [B, Hkv, T, D]; of few heads torch's sum takes as long as several additions."""
-    return functools.reduce(torch.add, x.unbind(2)) if 1 < x.shape[2] <= _FEW_HEADS else x.sum(2)
+    """[B, Hkv, g, T, D] -> [B, Hkv, T, D]; of few long heads torch's sum takes longer than additions."""
+    adds = 1 < x.shape[2] <= _FEW_HEADS and x.numel() > _TILE_ENTRIES
+    return functools.reduce(torch.add, x.unbind(2)) if adds else x.sum(2)
 
 
 def _groups(x: Tensor, u: Tensor) -> Tensor:
